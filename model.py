@@ -40,12 +40,12 @@ class ResidualMode(Enum):
 
 @dataclass
 class GPTConfig:
-    block_size: int = 256  # longest context
+    block_size: int = 128  # longest context
     vocab_size: int = 320  # 257 byte-level ids rounded up to a multiple of 64
-    n_layer: int = 8
+    n_layer: int = 6
     n_head: int = 4
     n_kv_head: int | None = None  # grouped-query attention; None: n_head
-    n_embd: int = 128
+    n_embd: int = 96
     ffn_hidden: int | None = None  # None: 4·n_embd, gated: ⅔ of that rounded up to a multiple of 256
     dropout: float = 0.0  # on embeddings and sub-layer outputs, never on attention probabilities
     bias: bool = False  # in linear layers and layernorm
@@ -561,6 +561,11 @@ class GPT(nn.Module):
         steps = self.stream(idx, max_new_tokens, temperature, top_k, top_p, use_cache, generator, stop_id)
         return torch.cat([idx] + [ids.unsqueeze(1) for ids in steps], dim=1)
 
+    def compile_layers(self):
+        """torch.compile what layers are made of, once for all layers and re-runs."""
+        for block in self.h:
+            block.attend, block.feed = torch.compile(block.attend), torch.compile(block.feed)
+
     # about the model
 
     def residual_weights(self):
@@ -605,6 +610,25 @@ class GPT(nn.Module):
         for group in groups:
             group["lr"] = learning_rate * group["lr_scale"]
         return torch.optim.AdamW([g for g in groups if g["params"]], betas=betas, fused=True)
+
+    @classmethod
+    def from_state(cls, config, state):
+        """A model around tensors that are there already; nothing is allocated until their names and shapes fit."""
+        if config.n_layer > len(state):
+            raise ValueError(f"n_layer={config.n_layer}, but there are only {len(state)} tensors")
+        with torch.device("meta"):
+            model = cls(config)
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        given = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        for name in sorted(shapes.keys() | given.keys()):
+            if shapes.get(name) != given.get(name):
+                raise ValueError(
+                    f"tensor {name} should be {shapes.get(name, 'absent')}, is {given.get(name, 'absent')}"
+                )
+        model.load_state_dict(state, assign=True)
+        if config.tie_weights:
+            model.lm_head.weight = model.wte.weight
+        return model
 
     @classmethod
     def from_pretrained(cls, name_or_dir, **overrides):

@@ -1,0 +1,2 @@
+residual_mode = "baseline"
+recompute = True

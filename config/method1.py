@@ -1,0 +1,2 @@
+residual_mode = "method1"
+recompute = True

@@ -1,0 +1,2 @@
+residual_mode = "method2"
+recompute = True

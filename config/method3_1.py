@@ -1,0 +1,2 @@
+residual_mode = "method3_1"
+recompute = True

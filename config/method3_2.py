@@ -1,0 +1,2 @@
+residual_mode = "method3_2"
+recompute = True

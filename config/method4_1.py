@@ -1,0 +1,2 @@
+residual_mode = "method4_1"
+recompute = True

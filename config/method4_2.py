@@ -1,0 +1,2 @@
+residual_mode = "method4_2"
+recompute = True

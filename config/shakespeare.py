@@ -1,0 +1,9 @@
+# deep and narrow, on one megabyte of text: what compare.py uses (python data/shakespeare/prepare.py)
+dataset = "shakespeare"
+n_layer = 8
+n_head = 4
+n_embd = 96
+block_size = 128
+batch_tokens = 4096
+micro_batch = 32
+epochs = 1.5

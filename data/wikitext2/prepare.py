@@ -1,0 +1,11 @@
+"""WikiText-2, raw. See data/wikitext.py."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from configurator import run_main
+from data.wikitext import prepare
+
+if __name__ == "__main__":
+    run_main(lambda: prepare("wikitext2", "wikitext-2-raw-v1"))
