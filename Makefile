@@ -11,6 +11,9 @@ test: .venv/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -q
 
+soak: .venv/installed-dev  # train.py killed at a hundred random moments
+	$(BIN)/python tests/soak.py 100
+
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -r requirements.txt
@@ -23,4 +26,4 @@ test: .venv/installed-dev
 clean:
 	rm -rf .venv
 
-.PHONY: train test clean
+.PHONY: train test soak clean

@@ -7,12 +7,13 @@ A config file is Python that assigns keys; it is executed, so read a stranger's 
 types, defaults and comments are the fields of dataclasses. Anything else is refused, in files too.
 """
 
-import ast
 import difflib
 import inspect
 import math
 import os
+import signal
 import sys
+import time
 import traceback
 from dataclasses import fields
 from pathlib import Path
@@ -24,17 +25,21 @@ class UserError(Exception):
     """Something the user can put right: one line `error: …` and an exit status, no traceback."""
 
     def __init__(self, message, status=2):
-        super().__init__(" ".join(str(message).split()))  # one line, whatever the message quotes
+        text = " ".join(str(message).split())  # one line, whatever the message quotes
+        super().__init__(text if len(text) <= 1000 else f"{text[:500]} … {text[-500:]}")
         self.status = status
 
 
 def run_main(main):
-    """Call a script's main(); a UserError ends it with one line on stderr. With torchrun only rank 0 speaks."""
+    """Call a script's main(); a UserError ends it with one line on stderr."""
+    sys.stdout.reconfigure(errors="replace")  # a name or text that this terminal cannot show is no reason to end
     try:
         main()
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") != "0":  # if all processes have this error, torchrun ends us with rank 0
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(2)
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(error.status)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -58,8 +63,10 @@ class Settings:
     def set(self, key, value, where):
         self.check_known(key, where)
         kinds = get_args(self.types[key]) or (self.types[key],)
-        if type(value) is int and float in kinds and int not in kinds:
-            value = to_float(value)
+        if type(value) is int and not -(2**63) <= value < 2**63:
+            raise UserError(f"{where}: {key} must be less than 2^63, not {shorten(value)}")
+        if type(value) is int and float in kinds:
+            value = float(value)
         if type(value) not in kinds or (type(value) is float and not math.isfinite(value)):
             raise UserError(f"{where}: {key} must be {type_name(kinds)}, not {shorten(value)}")
         setattr(self, key, value)
@@ -96,12 +103,13 @@ def read_file(path):
     """What a config file assigns. Modules and names that start with _ are its own business."""
     try:
         source = Path(path).read_text(encoding="utf-8")
-        names = {}
-        exec(compile(source, path, "exec"), names)
-    except (OSError, UnicodeError) as error:
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise UserError(f"config file {shorten(path)} cannot be read: {reason}") from None
-    except Exception as error:  # the file's own code may raise anything
+    names = {}
+    try:
+        exec(compile(source, path, "exec"), names)
+    except (Exception, SystemExit) as error:  # the file's own code may raise anything
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         line = getattr(error, "lineno", None) or (lines or ["?"])[-1]
         raise UserError(f"config file {path}, line {line}: {type(error).__name__}: {error}") from None
@@ -115,19 +123,12 @@ def parse(text, expected):
         return None
     if bool in kinds and text.lower() in ("true", "false"):
         return text.lower() == "true"
-    if str in kinds:
-        return text
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return text
-
-
-def to_float(value):
-    try:
-        return float(value)
-    except OverflowError:
-        return value  # too large for a float: refused by its type
+    for kind in {int, float}.intersection(kinds):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
 
 
 def type_name(kinds):

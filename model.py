@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import partial
+from typing import get_args
 
 import torch
 import torch.nn as nn
@@ -63,57 +64,63 @@ class GPTConfig:
 
     def __post_init__(self):
         for field in fields(self):
-            check_type(field.name, getattr(self, field.name), field.type)
+            setattr(self, field.name, checked_type(field.name, getattr(self, field.name), field.type))
         if self.n_kv_head is None:
             self.n_kv_head = self.n_head
-        if self.ffn_hidden is None:  # 8/3·d rounded up to a multiple of 256
-            self.ffn_hidden = -(-8 * self.n_embd // 768) * 256 if self.activation in GATED else 4 * self.n_embd
-        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("norm_eps", "rope_theta"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be a positive number, not {getattr(self, name)}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be at least 0 and less than 1, not {self.dropout}")
-        if not math.isfinite(self.swish_beta):
-            raise ValueError(f"swish_beta must be finite, not {self.swish_beta}")
+        if self.ffn_hidden is None:
+            gated = -(-8 * self.n_embd // 768) * 256  # 8/3·d rounded up to a multiple of 256
+            self.ffn_hidden = gated if self.activation in GATED else 4 * self.n_embd
+        self.head_size = self.n_embd // max(1, self.n_head)
 
-        if self.norm == "instancenorm":
-            raise ValueError("norm 'instancenorm' averages over time, so a token would see the future: choose another")
-        check_choice("norm", self.norm, NORMS)
         check_choice("norm_position", self.norm_position, ("pre", "post", "sandwich", "deepnorm"))
         check_choice("activation", self.activation, ACTIVATIONS)
         check_choice("position", self.position, ("rope", "learned"))
         check_choice("residual_mode", self.residual_mode, [mode.value for mode in ResidualMode])
         self.mode = ResidualMode(self.residual_mode)
+        refuse(self.norm == "instancenorm", "norm 'instancenorm' averages over time: a token would see the future")
+        check_choice("norm", self.norm, NORMS)
 
-        if self.n_embd % self.n_head:
-            raise ValueError(f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}")
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
-        self.head_size = self.n_embd // self.n_head
-        if self.position == "rope" and self.head_size % 2:
-            raise ValueError(f"rope turns pairs of channels: n_embd/n_head={self.head_size} must be even")
-        if self.swish_beta != 1 and self.activation not in ("swish", "swiglu"):
-            raise ValueError(f"swish_beta={self.swish_beta} has no effect on activation '{self.activation}'")
-        if self.norm == "batchnorm" and self.mode.site and self.recompute:
-            raise ValueError(
-                "batchnorm cannot be re-run: other layers' inputs would mix into its running statistics; "
-                "set recompute=False or another norm"
-            )
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden"):
+            refuse(getattr(self, name) < 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("norm_eps", "rope_theta"):
+            refuse(getattr(self, name) <= 0, f"{name} must be more than 0, not {getattr(self, name)}")
+        refuse(not 0 <= self.dropout < 1, f"dropout must be at least 0 and less than 1, not {self.dropout}")
+        refuse(self.n_embd % self.n_head, f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}")
+        refuse(self.n_head % self.n_kv_head, f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
+        refuse(
+            self.position == "rope" and self.head_size % 2,
+            f"rope turns pairs of channels: n_embd/n_head={self.head_size} must be even",
+        )
+        refuse(
+            self.swish_beta != 1 and ACTIVATIONS[self.activation] is not swish,
+            f"swish_beta={self.swish_beta} has no effect on activation '{self.activation}'",
+        )
+        refuse(
+            self.norm == "batchnorm" and self.mode.site and self.recompute,
+            "a batchnorm cannot be re-run, since later layers' inputs would mix into its running statistics: "
+            "set recompute=False or another norm",
+        )
 
 
-def check_type(name, value, expected):
-    """Numbers are not strings, bools are not ints; an int will do for a float."""
-    kinds = (int, float) if expected is float else expected
-    if not isinstance(value, kinds) or (isinstance(value, bool) and expected is not bool):
-        raise ValueError(f"{name} must be {getattr(expected, '__name__', expected)}, not {value!r}")
+def refuse(condition, sentence):
+    if condition:
+        raise ValueError(sentence)
 
 
 def check_choice(name, value, choices):
-    if value not in choices:
-        raise ValueError(f"{name} '{value}' is not known: choose one of {', '.join(choices)}")
+    refuse(value not in choices, f"{name} '{value}' is not known: choose one of {', '.join(choices)}")
+
+
+def checked_type(name, value, expected):
+    """The value, if it is of the type; an int is made a float where one is expected, a bool is no number."""
+    try:
+        value = float(value) if expected is float and type(value) is int else value
+    except OverflowError:
+        refuse(True, f"{name} is too large")
+    kind = getattr(expected, "__name__", expected)
+    refuse(type(value) not in (get_args(expected) or (expected,)), f"{name} must be {kind}, not {value!r}")
+    refuse(expected is float and not math.isfinite(value), f"{name} must be finite, not {value}")
+    return value
 
 
 # Norms: all take and return (B, T, C)
@@ -340,20 +347,24 @@ class ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets):  # (N, C), (V, C), (N,); target -1: not counted
-        needs_grad = any(ctx.needs_input_grad)
-        dx, dweight = (torch.empty_like(x), torch.zeros_like(weight)) if needs_grad else (None, None)
-        total = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
-        for rows, logits in logit_chunks(x, weight):
-            counted = targets[rows] >= 0
-            target = targets[rows].clamp(min=0).unsqueeze(1)
-            logsumexp = logits.logsumexp(dim=1, keepdim=True)
-            total += ((logsumexp - logits.gather(1, target)).squeeze(1) * counted).sum()
-            if needs_grad:  # softmax minus one-hot; divided by the count in backward, so that fp16 does not underflow
-                dlogits = logits.sub_(logsumexp).exp_()
-                dlogits.scatter_add_(1, target, -torch.ones_like(logsumexp)).mul_(counted.unsqueeze(1))
-                dx[rows] = dlogits @ weight
-                dweight += dlogits.T @ x[rows]
+    def forward(ctx, x, weight, targets, dtype):  # (N, C), (V, C), (N,); target -1: not counted
+        total, dx, dweight = 0.0, torch.empty_like(x), torch.zeros_like(weight)
+        weight, low = weight.to(dtype), x.to(dtype)  # what autocast would do
+        for rows, logits in logit_chunks(low, weight):
+            ignored, target = targets[rows] < 0, targets[rows].clamp(min=0).unsqueeze(1)
+            best, best_id = logits.max(dim=1, keepdim=True)
+            right = logits.gather(1, target)
+            p = torch.softmax(logits, dim=1, out=logits)
+            losses = best - p.gather(1, best_id).log() - right  # log Σ exp(logits) from the best, whose p is never 0
+            total += losses.masked_fill_(ignored.unsqueeze(1), 0).sum()
+            dlogits = p.scatter_add_(1, target, -torch.ones_like(right))  # softmax minus one-hot
+            dlogits[ignored] = 0
+            dlogits = dlogits.to(dtype)
+            dx[rows] = dlogits @ weight
+            if dtype == dweight.dtype:
+                dweight.addmm_(dlogits.T, low[rows])
+            else:
+                dweight += dlogits.T @ low[rows]
         count = (targets >= 0).sum().clamp(min=1)
         ctx.save_for_backward(dx, dweight, count)
         return total / count
@@ -361,17 +372,24 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         dx, dweight, count = ctx.saved_tensors
-        scale = grad / count
-        return dx * scale, dweight * scale, None
+        scale = grad / count  # here and not above, so that float16 gradients do not underflow
+        return dx * scale, dweight * scale, None, None
 
 
-def logit_chunks(x, weight, numbers=2**25):
-    """(rows, logits of these rows) with at most `numbers` logits, 128 MB in float32, at a time."""
+def matmul_dtype(x):
+    """What autocast, if it is on, makes of x in a matrix multiplication."""
+    autocast = torch.is_autocast_enabled(x.device.type)
+    return torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+
+
+def logit_chunks(x, weight, numbers=2**24):
+    """(rows, their logits, at least float32) with about `numbers` logits at a time, all in the same memory."""
     step = max(1, numbers // weight.size(0))
+    buffer = x.new_empty(min(step, x.size(0)), weight.size(0))
     for start in range(0, x.size(0), step):
-        rows = slice(start, start + step)
-        logits = x[rows] @ weight.T
-        yield rows, logits.to(torch.promote_types(logits.dtype, torch.float32))
+        rows = x[start : start + step]
+        logits = torch.mm(rows, weight.T, out=buffer[: rows.size(0)])
+        yield slice(start, start + step), logits.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class GPT(nn.Module):
@@ -415,10 +433,12 @@ class GPT(nn.Module):
         x = self.norm_f(self.hidden(idx, cache))
         if targets is None:
             return self.lm_head(x[:, -1:]), None
-        if not return_logits:
-            return None, ChunkedLoss.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
-        logits = self.lm_head(x)
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        if return_logits:
+            logits = self.lm_head(x)
+            return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        if torch.is_grad_enabled():
+            return None, ChunkedLoss.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), matmul_dtype(x))
+        return None, self.score_of(x, targets)[0] / (targets >= 0).sum()
 
     def hidden(self, idx, cache=None):
         """The stream after the last layer: (B, T) -> (B, T, C)."""
@@ -486,13 +506,15 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def score(self, idx, targets):
-        """What an evaluation adds up: the sum of the losses and the number of right predictions, both 0-d tensors."""
-        x, targets = self.norm_f(self.hidden(idx)).flatten(0, 1), targets.flatten()
-        loss = correct = torch.zeros((), device=idx.device)
-        for rows, logits in logit_chunks(x, self.lm_head.weight):
-            loss = loss + F.cross_entropy(logits, targets[rows], ignore_index=-1, reduction="sum")
-            correct = correct + (logits.argmax(dim=1) == targets[rows]).sum()
-        return loss, correct
+        """What an evaluation adds up: the sum of the losses and the number of right predictions, as 0-d tensors."""
+        return self.score_of(self.norm_f(self.hidden(idx)), targets)
+
+    def score_of(self, x, targets):
+        dtype, targets, loss, hits = matmul_dtype(x), targets.flatten(), 0.0, 0
+        for rows, logits in logit_chunks(x.flatten(0, 1).to(dtype), self.lm_head.weight.to(dtype)):
+            loss += F.cross_entropy(logits, targets[rows], ignore_index=-1, reduction="sum")
+            hits += (logits.argmax(dim=1) == targets[rows]).sum()
+        return loss, hits
 
     # generation
 
@@ -547,15 +569,7 @@ class GPT(nn.Module):
             idx = torch.cat((idx, new), dim=1)
 
     def generate(
-        self,
-        idx,
-        max_new_tokens,
-        temperature=1.0,
-        top_k=None,
-        top_p=None,
-        use_cache=True,
-        generator=None,
-        stop_id=None,
+        self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, use_cache=True, generator=None, stop_id=None
     ):
         """idx (B, T) -> (B, T + new): what `stream` yields, behind idx."""
         steps = self.stream(idx, max_new_tokens, temperature, top_k, top_p, use_cache, generator, stop_id)
@@ -595,7 +609,7 @@ class GPT(nn.Module):
             raise ValueError(f"block_size={self.config.block_size} can be cropped, not raised to {block_size}")
         self.config.block_size = block_size
         if self.wpe is not None:
-            self.wpe.weight = nn.Parameter(self.wpe.weight[:block_size])
+            self.wpe.weight = nn.Parameter(self.wpe.weight[:block_size].clone())
             self.wpe.num_embeddings = block_size
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, residual_lr_scale=1.0):

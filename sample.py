@@ -5,6 +5,7 @@ Generate text from a trained run, or from Hugging Face weights:
     python sample.py --init_from=gpt2 --start=FILE:prompt.txt
 """
 
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -13,9 +14,13 @@ from pathlib import Path
 import torch
 
 from configurator import UserError, configure, run_main
-from data.common import load_tokenizer, read_text
+from data.common import load_tokenizer
+from hf import find_folder
 from model import GPT
-from train import ROOT, load_checkpoint, model_from_checkpoint, pick_device
+from train import is_out_of_memory, load_checkpoint, pick_device
+
+MAX_PROMPT_BYTES = 10_000_000  # far beyond every context
+MAX_SAMPLES = 10_000
 
 
 @dataclass
@@ -38,6 +43,10 @@ def check_settings(s):
     for name, least in {"num_samples": 1, "max_new_tokens": 1, "top_k": 1, "temperature": 0, "seed": 0}.items():
         if getattr(s, name) is not None and getattr(s, name) < least:
             raise UserError(f"{name} must be at least {least}, not {getattr(s, name)}")
+    if s.num_samples > MAX_SAMPLES:
+        raise UserError(f"num_samples must be at most {MAX_SAMPLES}, not {s.num_samples}")
+    if 0 < s.temperature < 1e-6:  # logits divided by it would overflow
+        raise UserError(f"temperature must be 0 or at least 1e-6, not {s.temperature}")
     if s.top_p is not None and not 0 < s.top_p <= 1:
         raise UserError(f"top_p must be more than 0 and at most 1, not {s.top_p}")
     if s.checkpoint not in ("best", "latest"):
@@ -46,47 +55,75 @@ def check_settings(s):
 
 def load_run(out_dir, which):
     """Model and tokenizer of a run; both are in its folder."""
-    if not (out_dir / "ckpt.pt").exists():
-        raise UserError(f"there is no run in {out_dir}: train one, or name another --out_dir")
-    checkpoint = load_checkpoint(out_dir / ("best.pt" if which == "best" else "ckpt.pt"))
-    return model_from_checkpoint(checkpoint), load_tokenizer(checkpoint["data"]["tokenizer"], out_dir)
+    names = {"best": "best.pt", "latest": "ckpt.pt"}
+    there = [name for name, file in names.items() if os.path.exists(out_dir / file)]
+    if which not in there:
+        advice = f"choose --checkpoint={there[0]}" if there else "train one, or name another --out_dir"
+        raise UserError(f"there is no {names[which]} of a run in {out_dir}: {advice}")
+    checkpoint = load_checkpoint(out_dir / names[which])
+    return checkpoint["model"], load_tokenizer(checkpoint["data"].get("tokenizer"), out_dir)
 
 
 def load_hugging_face(name):
-    from hf import find_folder
-
-    folder = find_folder(name)
     try:
+        folder = find_folder(name)
         model = GPT.from_pretrained(folder)
     except ValueError as error:
         raise UserError(error) from None
     return model, load_tokenizer("hf" if (folder / "tokenizer.json").exists() else "gpt2", folder)
 
 
-def prompt_ids(start, tokenizer, block_size):
-    text = read_text(start.removeprefix("FILE:")) if start.startswith("FILE:") else start
+def read_prompt(start):
+    """The text itself, or that of the file which FILE:path names."""
+    content = start.encode(errors="surrogatepass")  # bytes that were no UTF-8 on the command line are surrogates now
+    if start.startswith("FILE:"):
+        path = start.removeprefix("FILE:")
+        try:
+            with open(path, "rb") as file:
+                content = file.read(MAX_PROMPT_BYTES + 1)
+        except (OSError, ValueError) as error:
+            raise UserError(f"the prompt {path} cannot be read: {getattr(error, 'strerror', error)}") from None
+        if len(content) > MAX_PROMPT_BYTES:
+            raise UserError(f"the prompt {path} is longer than {MAX_PROMPT_BYTES:,} bytes: cut it")
     try:
-        text.encode()
-    except UnicodeEncodeError:
+        return content.decode()
+    except UnicodeDecodeError:
         raise UserError("the prompt is not valid text: give it as UTF-8") from None
-    if text:
-        ids = [int(i) for i in tokenizer.encode_batch([text])[0]]
-    elif tokenizer.eot_id is not None:
-        return [tokenizer.eot_id], text  # a document begins where another ended
-    else:
-        raise UserError("this tokenizer has no token to start from: give a prompt with --start=…")
+
+
+def prompt_ids(text, tokenizer, block_size):
+    if not text:
+        return [tokenizer.eot_id]  # a document begins where another ended
+    ids = [int(i) for i in tokenizer.encode_batch([text])[0]]
     if len(ids) > block_size:
         print(f"the prompt has {len(ids):,} tokens; the model sees the last {block_size:,}", file=sys.stderr)
-    return ids[-block_size:], text
+    return ids[-block_size:]
 
 
 def main():
     s = configure(sys.argv[1:], SampleConfig)
     check_settings(s)
+    try:
+        sample(s)
+    except (MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise UserError("out of memory: use a smaller num_samples") from None
+        if "probability tensor" in str(error):  # what torch says when it shall draw from nan
+            raise UserError("the model gives nan or infinite logits: choose another checkpoint") from None
+        raise
+
+
+def sample(s):
     device = pick_device(s.device)
     model, tokenizer = load_hugging_face(s.init_from) if s.init_from else load_run(Path(s.out_dir), s.checkpoint)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size:,} ids, the model only {model.config.vocab_size:,}: "
+            "put the model's own tokenizer.json into its folder"
+        )
     model.to(device).eval()
-    ids, prompt = prompt_ids(s.start, tokenizer, model.config.block_size)
+    prompt = read_prompt(s.start)
+    ids = prompt_ids(prompt, tokenizer, model.config.block_size)
 
     decoders = [tokenizer.stream_decoder(ids) for _ in range(s.num_samples)]
     texts = [""] * s.num_samples

@@ -9,18 +9,16 @@ The same command again continues the run. `--help` lists the keys.
 
 import contextlib
 import datetime
+import errno
 import fcntl
 import hashlib
 import json
 import math
 import os
-import pickle
 import resource
 import signal
-import subprocess
 import sys
 import time
-import zipfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -30,8 +28,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from configurator import UserError, configure, run_main
+from configurator import Settings, UserError, configure, run_main
 from data.common import load_meta, load_tokenizer, load_tokens, open_atomically, write_file_atomically
+from hf import load_torch_file
 from model import GPT, GPTConfig
 
 ROOT = Path(__file__).resolve().parent
@@ -81,6 +80,7 @@ RUNTIME_KEYS = (
     "out_dir init_from overwrite micro_batch epochs max_steps stop_at eval_only eval_every eval_batch checkpoint_every "
     "log_every sample_tokens wandb_project device dtype compile checkpoint_recompute"
 ).split()
+SITTING_KEYS = "out_dir init_from overwrite stop_at eval_only device dtype compile".split()  # said anew each time
 MODEL_KEYS = [field.name for field in fields(GPTConfig)]
 
 
@@ -139,6 +139,8 @@ def pick_device(name, local_rank=0):
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device("cuda", local_rank) if name == "cuda" else torch.device(name)
+        if device.type not in ("cuda", "mps", "cpu"):
+            raise RuntimeError("choose cuda, mps or cpu")
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device {name} cannot be used: {str(error).splitlines()[0]}") from None
@@ -178,6 +180,10 @@ class Machine:
         if self.world > 1:
             dist.barrier()
 
+    def leave(self):
+        if self.world > 1:
+            dist.destroy_process_group()
+
     def peak_memory(self):
         """Bytes: the device's, or this process's resident set."""
         if self.device.type == "cuda":
@@ -193,58 +199,79 @@ class Machine:
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
+CHECKPOINT_TYPES = {
+    "model": dict,
+    "config": dict,  # the model's
+    "optimizer": dict,  # for each parameter's name its moments; none in best.pt
+    "scaler": dict,
+    "step": int,
+    "seconds": float,
+    "best_loss": float,
+    "settings": dict,  # as they were asked for
+    "data": dict,  # the dataset's meta.json
+    "code": str,
+}
+
+
 def save_checkpoint(out_dir, checkpoint):
     """ckpt.pt becomes ckpt_prev.pt; at every moment there is a whole ckpt.pt."""
-    latest, new, link = out_dir / "ckpt.pt", out_dir / "ckpt_new.pt", out_dir / "ckpt_link.pt"
+    new = out_dir / "ckpt_new.pt"
     save_whole(new, checkpoint)
-    if latest.exists():
-        link.unlink(missing_ok=True)
-        os.link(latest, link)
-        os.replace(link, out_dir / "ckpt_prev.pt")
-    os.replace(new, latest)
+    if (out_dir / "ckpt.pt").exists():
+        replace_with_link(out_dir / "ckpt_prev.pt", out_dir / "ckpt.pt")
+    os.replace(new, out_dir / "ckpt.pt")
+
+
+def replace_with_link(path, target):
+    link = path.with_name("ckpt_link.pt")
+    link.unlink(missing_ok=True)
+    os.link(target, link)
+    os.replace(link, path)
+    link.unlink(missing_ok=True)  # it is still there if path was the same file already
 
 
 def save_whole(path, content):
     try:
         with open_atomically(path) as file:
             torch.save(content, file)
-    except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise UserError(
-            f"{path} could not be written ({reason}); the checkpoints before it are whole: "
-            "make room and give the same command again",
-            status=1,
-        ) from None
+    except RuntimeError as error:  # torch puts its own words over the disk's
+        raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
 def load_checkpoint(path):
-    """A checkpoint of save_checkpoint, checked; nothing in the file is executed."""
+    """A checkpoint, checked, with `model` as a GPT and `settings` as Settings; nothing in the file is executed."""
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.save's format, whose checksums torch.load does not look at
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                raise zipfile.BadZipFile("compressed entries")
-            damaged = archive.testzip()
-        if damaged:
-            raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(checkpoint, dict) or set(checkpoint) != CHECKPOINT_KEYS:
-            raise zipfile.BadZipFile("not a checkpoint of this program")
+        checkpoint = load_torch_file(path)
+        if {key: type(value) for key, value in checkpoint.items()} != CHECKPOINT_TYPES:
+            raise ValueError("it holds something else")
+        numbers = checkpoint["scaler"].values()
+        if checkpoint["step"] < 0 or len(numbers) not in (0, 5) or not {type(n) for n in numbers} <= {int, float}:
+            raise ValueError("its step or scaler is none")
+        settings = Settings(TrainConfig, GPTConfig)
+        for key, value in checkpoint["settings"].items():
+            settings.set(key, value, where="settings")
+        state, moments = own_copies(checkpoint["model"]), checkpoint["optimizer"]
+        model = GPT.from_state(GPTConfig(**checkpoint["config"]), state)
+        moments = {name: own_copies(moments[name]) for name in moments}
+        shapes = {name: [tuple(m.shape) for m in moments[name].values()] for name in moments}
+        if moments and shapes != {name: [(), tuple(p.shape), tuple(p.shape)] for name, p in model.named_parameters()}:
+            raise ValueError("the optimizer's state is not that of the model")
     except FileNotFoundError:
         raise UserError(f"there is no {path}") from None
-    except (OSError, zipfile.BadZipFile, RuntimeError, ValueError, EOFError, MemoryError, pickle.UnpicklingError) as e:
+    except Exception as error:  # a damaged or hostile file can fail anywhere
         advice = "use another checkpoint"
         if Path(path).name == "ckpt.pt":
             advice = "go on from the one before it with --init_from=resume_prev"
-        raise UserError(f"{path} is damaged or not a checkpoint ({str(e).splitlines()[0][:100]}): {advice}") from None
-    return checkpoint
+        raise UserError(f"{path} is damaged or not a checkpoint ({str(error)[:200]}): {advice}") from None
+    return checkpoint | {"model": model, "optimizer": moments, "settings": settings}
 
 
-CHECKPOINT_KEYS = {"model", "optimizer", "scaler", "step", "seconds", "best_loss", "settings", "data", "code"}
-
-
-def model_from_checkpoint(checkpoint):
-    settings = checkpoint["settings"]
-    return GPT.from_state(GPTConfig(**{key: settings[key] for key in MODEL_KEYS}), checkpoint["model"])
+def own_copies(tensors):
+    """Not the mapped ones: the file is going to be replaced."""
+    for name, tensor in tensors.items():
+        if tensor.dtype != (torch.int64 if name.endswith("num_batches_tracked") else torch.float32):
+            raise ValueError(f"{name} is of {tensor.dtype}")
+    return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
 
 
 def code_hash():
@@ -264,6 +291,8 @@ def check_settings(s):
     for name in "warmup beta1 beta2".split():
         if not 0 <= getattr(s, name) < 1:
             raise UserError(f"{name} must be at least 0 and less than 1, not {getattr(s, name)}")
+    if s.epochs > 1e9:
+        raise UserError(f"epochs must be at most 1e9, not {s.epochs}")
     for name in "epochs max_steps stop_at".split():
         if getattr(s, name) is not None and getattr(s, name) <= 0:
             raise UserError(f"{name} must be more than 0, not {getattr(s, name)}")
@@ -271,10 +300,11 @@ def check_settings(s):
 
 def dataset_folder(s, machine):
     folder = Path(s.dataset) if os.sep in s.dataset else ROOT / "data" / s.dataset
-    if s.dataset == "pydocs" and not (folder / "meta.json").exists():  # the built-in corpus needs nothing from outside
-        if machine.rank == 0:
-            subprocess.run([sys.executable, ROOT / "data/pydocs/prepare.py"], check=True)
-        machine.wait_for_all()
+    if machine.rank == 0 and s.dataset == "pydocs" and not (folder / "meta.json").exists():
+        from data.pydocs.prepare import prepare  # the built-in corpus needs nothing from outside
+
+        prepare(folder, load_tokenizer("bytes", None))
+    machine.wait_for_all()
     return folder
 
 
@@ -283,8 +313,8 @@ def claim_folder(out_dir, machine):
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         lock = open(out_dir / "lock", "w")  # stays open: closing it would release the lock
-    except OSError as error:
-        raise UserError(f"{out_dir} cannot be written to: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{out_dir} cannot be written to: {getattr(error, 'strerror', error)}") from None
     if machine.rank == 0:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -293,43 +323,60 @@ def claim_folder(out_dir, machine):
     return lock
 
 
-def checkpoint_to_continue(s, out_dir, data):
+def checkpoint_to_continue(s, out_dir):
     """The checkpoint of this same run in out_dir, or None for a new run. What a run is may not change on the way."""
     path = out_dir / ("ckpt_prev.pt" if s.init_from == "resume_prev" else "ckpt.pt")
-    resuming = s.init_from.startswith("resume")
-    if not resuming and (s.overwrite or not path.exists()):
+    resuming = s.init_from in ("resume", "resume_prev")
+    if s.overwrite and not resuming:
+        return None
+    if not resuming and not path.exists():
+        if (out_dir / "ckpt_prev.pt").exists():
+            raise UserError(f"{out_dir} has lost its ckpt.pt: go on with --init_from=resume_prev, or --overwrite=True")
         return None
     checkpoint = load_checkpoint(path)
-    then = checkpoint["settings"]
-    if resuming:  # everything that is not said is as it was; what a model is made of cannot change
-        fixed = [*MODEL_KEYS, "dataset", "seed"]
-        different = [key for key in fixed if key in s.given and getattr(s, key) != then[key]]
-        for key in MODEL_KEYS:
-            setattr(s, key, then[key])
-    else:
-        different = [key for key in s.types if key not in RUNTIME_KEYS and getattr(s, key) != then[key]]
+    then, config = checkpoint["settings"], checkpoint["model"].config
+    fixed = [key for key in s.types if key not in RUNTIME_KEYS]
+    if resuming:  # what is not said is as it was; what is said may not be another model, seed or data
+        fixed = [key for key in (*MODEL_KEYS, "dataset", "seed") if key in s.given]
+        fixed = [key for key in fixed if getattr(s, key) != getattr(config, key, None)]
+        for key in s.types.keys() - s.given - set(SITTING_KEYS):
+            setattr(s, key, getattr(then, key))
+    different = [key for key in fixed if getattr(s, key) != getattr(then, key)]
     if different:
-        values = ", ".join(f"{key} is {then[key]} there and {getattr(s, key)} here" for key in different)
+        values = ", ".join(f"{key} is {getattr(then, key)} there and {getattr(s, key)} here" for key in different)
         raise UserError(
             f"{out_dir} holds another run: {values}; choose another --out_dir, or --init_from=resume without these, "
             "or --overwrite=True"
         )
-    if checkpoint["data"] != data:
-        raise UserError(f"the data in {s.dataset} is not what the run in {out_dir} was trained on: prepare that again")
+    if not checkpoint["optimizer"]:
+        raise UserError(f"{path} is a best.pt, to sample from; only ckpt.pt and ckpt_prev.pt can be gone on from")
     return checkpoint
 
 
 def new_model(s, n_vocab):
     """From Hugging Face weights, or from scratch with a vocabulary rounded up to a multiple of 64 for speed."""
+    settings = {key: getattr(s, key) for key in MODEL_KEYS}
     if s.init_from != "scratch":
-        model = GPT.from_pretrained(s.init_from, **{key: getattr(s, key) for key in MODEL_KEYS if key in s.given})
-        for key in MODEL_KEYS:
-            setattr(s, key, getattr(model.config, key))
-        return model
-    torch.manual_seed(stream_seed(s.seed, "init"))
+        return GPT.from_pretrained(s.init_from, **{key: settings[key] for key in MODEL_KEYS if key in s.given})
     if "vocab_size" not in s.given:
-        s.vocab_size = -(-n_vocab // 64) * 64
-    return GPT(GPTConfig(**{key: getattr(s, key) for key in MODEL_KEYS}))
+        settings["vocab_size"] = -(-n_vocab // 64) * 64
+    config = GPTConfig(**settings)
+    # a lower bound in boundless integers: what cannot fit would fill the memory first, and a layer is also Python
+    weights = config.n_embd * (config.vocab_size + config.n_layer * (config.n_embd + config.ffn_hidden))
+    weights += config.n_embd * config.block_size if config.position == "learned" else 0
+    if 4 * weights + 10_000 * config.n_layer > memory_size():
+        raise UserError(f"a model of more than {weights:,} parameters does not fit into this machine's memory")
+    torch.manual_seed(stream_seed(s.seed, "init"))
+    return GPT(config)
+
+
+def is_out_of_memory(error):
+    """Python's, an accelerator's, or the RuntimeError that torch raises for the CPU's memory."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
+
+
+def memory_size():
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 # --- evaluation and reports -------------------------------------------------------------------------------------------
@@ -399,11 +446,14 @@ class Metrics:
 
     def __init__(self, path, step, project, settings):
         kept = []
-        if step > 0:  # what was written after the checkpoint is going to be written again
-            lines = path.read_bytes().splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
+        if step > 0 and path.exists():  # what was written after the checkpoint is going to be written again
+            lines = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+            try:
+                kept = [line for line in lines if json.loads(line)["step"] <= step]
+            except (ValueError, TypeError, KeyError, RecursionError):
+                raise UserError(f"{path} holds a line that is not a metrics line: put it right or remove it") from None
         write_file_atomically(path, b"".join(kept))
-        self.file = open(path, "a", encoding="utf-8")
+        self.file = open(path, "ab", buffering=0)
         self.wandb = None
         if project:
             try:
@@ -416,8 +466,9 @@ class Metrics:
         os.fsync(self.file.fileno())
 
     def write(self, **values):
-        self.file.write(json.dumps(values) + "\n")
-        self.file.flush()
+        line = json.dumps(values).encode() + b"\n"
+        if self.file.write(line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self.wandb:
             self.wandb.log(values, step=values["step"])
 
@@ -450,20 +501,43 @@ def main():
     s = configure(sys.argv[1:], TrainConfig, GPTConfig)
     check_settings(s)
     machine = Machine(s)
+    try:
+        with contextlib.ExitStack() as at_end:
+            status = train(s, machine, at_end)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a full disk, for one
+        raise UserError(
+            f"{error.filename or 'the run'} could not be written ({error.strerror or error}); the checkpoints before "
+            "are whole: make room and give the same command again",
+            status=1,
+        ) from None
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError("out of memory: use a smaller micro_batch, eval_batch, block_size or model") from None
+    machine.leave()
+    sys.exit(status)
+
+
+def train(s, machine, at_end):
+    """Returns the exit status."""
     chief = machine.rank == 0  # the one process that writes and prints
     out_dir = Path(s.out_dir or ROOT / "out" / ("-".join(Path(file).stem for file in s.files) or "default"))
+    at_end.enter_context(claim_folder(out_dir, machine))
+    checkpoint = checkpoint_to_continue(s, out_dir)
 
     # data
     folder = dataset_folder(s, machine)
     meta = load_meta(folder)
     data = asdict(meta)
+    if checkpoint and checkpoint["data"] != data:
+        raise UserError(f"the data in {s.dataset} is not what the run in {out_dir} was trained on: prepare that again")
     tokenizer = load_tokenizer(meta.tokenizer, folder)
 
     # model: of this run's checkpoint, of Hugging Face, or new
-    lock = claim_folder(out_dir, machine)
-    checkpoint = checkpoint_to_continue(s, out_dir, data)
     try:
-        model = model_from_checkpoint(checkpoint) if checkpoint else new_model(s, meta.vocab_size)
+        model = checkpoint["model"] if checkpoint else new_model(s, meta.vocab_size)
     except ValueError as error:
         raise UserError(error) from None
     config = model.config
@@ -475,19 +549,22 @@ def main():
     scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
     step, seconds, best_loss = 0, 0.0, math.inf
     if checkpoint:
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        scaler.load_state_dict(checkpoint["scaler"])
+        for name, p in model.named_parameters():
+            optimizer.state[p] = {key: m.to(p.device) for key, m in checkpoint["optimizer"][name].items()}
+        if checkpoint["scaler"]:
+            scaler.load_state_dict(checkpoint["scaler"])
         step, seconds, best_loss = checkpoint["step"], checkpoint["seconds"], checkpoint["best_loss"]
         if chief and checkpoint["code"] != code_hash():
             print("warning: model.py or train.py has changed since this run's checkpoint", file=sys.stderr)
         del checkpoint
+    saved_step = step
 
     # batches: sequences → processes × accumulated micro-batches
     train_blocks, val_blocks = (
         Blocks(load_tokens(folder, split), config.block_size, meta.vocab_size, s.seed) for split in ("train", "val")
     )
     val_blocks.n_bytes = meta.val_bytes
-    if train_blocks.n_full == 0 or val_blocks.n_all == 0:
+    if train_blocks.n_full == 0 or val_blocks.n_all == 0 or not meta.val_bytes:
         raise UserError(
             f"{s.dataset} is shorter than one block of {config.block_size} tokens: use a smaller block_size"
         )
@@ -498,6 +575,8 @@ def main():
             f"batch_tokens={s.batch_tokens} must be a multiple of block_size × micro_batch × processes = "
             f"{config.block_size} × {s.micro_batch} × {machine.world}"
         )
+    if 8 * s.micro_batch * config.block_size > memory_size():
+        raise UserError(f"micro_batch={s.micro_batch} does not fit into this machine's memory")
     steps = s.max_steps or math.ceil(s.epochs * train_blocks.n_full / sequences)
     last_step = min(steps, s.stop_at or steps)
 
@@ -512,7 +591,7 @@ def main():
             end = "finished" if step >= steps else f"at stop_at={s.stop_at}"
             print(f"this run is {end}, at step {step} of {steps}. Next: python sample.py --out_dir={out_dir}")
             print(f"train longer: the same with --max_steps={2 * steps}; anew: the same with --overwrite=True")
-        return
+        return 0
 
     if machine.compile:
         model.compile_layers()
@@ -520,9 +599,21 @@ def main():
     if machine.world > 1:
         wrapped = DistributedDataParallel(model, [machine.device.index] if machine.device.type == "cuda" else None)
 
+    def not_finite(text):
+        """The error that names the last good checkpoint; one of this very step holds the same bad parameters."""
+        name, resume = "ckpt_prev.pt", "resume_prev"
+        if saved_step < step:
+            name, resume = "ckpt.pt", "resume"
+        advice = "there is no checkpoint before it; a lower --learning_rate may help"
+        if (out_dir / name).exists():
+            advice = f"the last good checkpoint is {out_dir}/{name}: --init_from={resume} goes on from it"
+        return UserError(f"{text}: stopped; {advice}", status=1)
+
     def run_eval():
         results = {"epoch": step * sequences / train_blocks.n_full}
         results |= evaluate(model, val_blocks, machine, s.eval_batch)
+        if not math.isfinite(results["eval_loss"]):
+            raise not_finite(f"step {step}: validation loss {results['eval_loss']}")
         if chief:
             write_json(out_dir / "eval_results.json", results)
             if config.mode.weights == "learned":
@@ -535,22 +626,28 @@ def main():
         results = run_eval()
         if chief:
             print_eval(results)
-        return
+        return 0
 
     metrics = bar = None
     if chief:
+        stale = ["ckpt_new.pt", "ckpt_link.pt", "*.*.[0-9]*.tmp"]  # of runs that were killed
         if step == 0:  # nothing of an earlier run may be taken for this one's
-            for name in ("ckpt.pt", "ckpt_prev.pt", "best.pt", "eval_results.json"):
-                (out_dir / name).unlink(missing_ok=True)
+            stale += ["ckpt_prev.pt", "ckpt.pt", "best.pt", "eval_results.json", "residual_weights.*"]
+        for path in (path for pattern in stale for path in out_dir.glob(pattern)):
+            path.unlink()
+        if s.init_from == "resume_prev":  # the one after it is given up, before a new one could push this one out
+            replace_with_link(out_dir / "ckpt.pt", out_dir / "ckpt_prev.pt")
         for name, content in tokenizer.files.items():  # generation needs nothing but out_dir
             write_file_atomically(out_dir / name, content)
         metrics = Metrics(out_dir / "metrics.jsonl", step, s.wandb_project, s.as_dict())
         bar = tqdm(total=steps, initial=step, unit="step", mininterval=0.5 if sys.stderr.isatty() else 15)
+        at_end.enter_context(bar)  # an error starts on a line of its own
 
-    def state():
+    def state(with_optimizer=True):
         return {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
+            "model": dict(model.state_dict()),
+            "config": asdict(config),
+            "optimizer": {name: optimizer.state[p] for name, p in model.named_parameters() if with_optimizer},
             "scaler": scaler.state_dict(),
             "step": step,
             "seconds": seconds,
@@ -560,7 +657,6 @@ def main():
             "code": code_hash(),
         }
 
-    saved_step = step
     received = []  # signals that ask for an end after this step
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, frame: received.append(number))
@@ -585,12 +681,7 @@ def main():
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf).item()
         loss, stop = machine.sum(loss.item() / machine.world, len(received))  # all processes stop at the same step
         if not math.isfinite(loss) or not (math.isfinite(grad_norm) or scaler.is_enabled()):
-            saved = f"the last good checkpoint is {out_dir / 'ckpt.pt'}" if saved_step else "there is no checkpoint yet"
-            raise UserError(
-                f"step {step + 1}: loss {loss}, gradient norm {grad_norm}: stopped before the update; {saved}"
-                f"{f' (step {saved_step})' if saved_step else ''}; a lower learning_rate may help",
-                status=1,
-            )
+            raise not_finite(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}")
         scaler.step(optimizer)  # leaves out a step whose float16 gradients overflowed
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -621,8 +712,10 @@ def main():
                 bar.write(f"step {step}: validation loss {results['eval_loss']:.4f}")
                 if results["eval_loss"] < best_loss:
                     best_loss = results["eval_loss"]
-                    save_whole(out_dir / "best.pt", state() | {"optimizer": None})
+                    save_whole(out_dir / "best.pt", state(with_optimizer=False))
         if chief and (step % s.checkpoint_every == 0 or step == last_step or stop):
+            if not all(p.isfinite().all() for p in model.parameters()):
+                raise not_finite(f"step {step}: parameters that are not finite")
             metrics.sync()
             save_checkpoint(out_dir, state())
             saved_step = step
@@ -637,12 +730,10 @@ def main():
                 print("\n***** learned residual weights *****")
                 print(residual_text(residual_report(model)), end="")
         else:
-            print(f"stopped after step {step} of {steps}; the same command goes on from there")
-    lock.close()
-    if machine.world > 1:
-        dist.destroy_process_group()
-    if received:
-        sys.exit(STOP_SIGNALS[received[0]])
+            anew = s.overwrite or s.init_from == "resume_prev"
+            options = " with --overwrite=False --init_from=resume" if anew else ""
+            print(f"stopped after step {step} of {steps}; the same command{options} goes on from there")
+    return STOP_SIGNALS[received[0]] if received else 0
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def one_line(error):
 # A tokenizer has: name, vocab_size, eot_id, files (what load_tokenizer needs to find in the dataset's folder), and
 #   encode(text) -> ids          special tokens in the text are plain text, never control tokens
 #   encode_batch(texts) -> ids for each, on all cores
-#   decode_bytes(ids) -> bytes   of UTF-8; ids that end inside a character end in part of one
+#   decode_bytes(ids) -> bytes   of UTF-8; of an unfinished character, the bytes so far (hf: U+FFFD)
 #   stream_decoder(prompt_ids)   feed(id) -> the text that this id completes, finish() -> what is left
 
 
@@ -170,9 +170,7 @@ class HFStreamDecoder:
 
     def feed(self, token_id):
         if token_id == self.tokenizer.eot_id:  # a new document begins without context
-            text = self.finish() + self.tokenizer.eot_token
-            self.ids = []
-            return text
+            return self.finish() + self.tokenizer.eot_token
         if not self.ids:
             self.start = self.sent = 0
         self.ids.append(token_id)
@@ -514,7 +512,7 @@ def stream_texts(dataset, hub_name, files):
 def user_error_from_source(hub_name, files):
     try:
         yield
-    except (UserError, GeneratorExit):
+    except UserError:
         raise
     except Exception as error:  # network, file format and dataset errors share no class
         if files:

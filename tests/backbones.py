@@ -53,7 +53,9 @@ def new_model(perturbed=True, seed=0, **options):
                 p.add_(torch.randn_like(p), alpha=0.3)
             for name, buffer in model.named_buffers():  # batchnorm's running statistics
                 if buffer.is_floating_point():
-                    buffer.copy_(0.5 + torch.rand_like(buffer) if name.endswith("var") else torch.randn_like(buffer))
+                    buffer.copy_(
+                        1 + torch.rand_like(buffer) if name.endswith("var") else 0.3 * torch.randn_like(buffer)
+                    )
     return model
 
 

@@ -1,0 +1,386 @@
+"""
+Speed and memory on this machine, each figure beside its limit:
+
+    python bench.py                   # everything, about half an hour on 2 cores
+    python bench.py modes generate    # some sections
+
+The limit of a step is its FLOPs (model.flops_per_token, three times that for training) at the rate of a 2048³ float32
+matrix multiplication, measured between the steps. Every configuration runs in a process of its own, so that its peak
+memory is its own. Prints tables and writes results/bench.json.
+"""
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from configurator import UserError, run_main
+from model import GPT, GPTConfig, ResidualMode
+from train import ROOT, Blocks, write_json
+
+# the model of the notes
+NOTES = {
+    "block_size": 2048,
+    "vocab_size": 32000,
+    "n_layer": 8,
+    "n_head": 8,
+    "n_kv_head": 4,
+    "n_embd": 512,
+    "ffn_hidden": 1024,
+}
+LLAMA_12 = {"block_size": 1024, "vocab_size": 8192, "n_layer": 12, "n_head": 6, "n_embd": 384}
+REPEATS = 5
+
+
+# --- measured in a process of its own ---------------------------------------------------------------------------------
+
+
+def seconds_of(function):
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def matmul_rate():
+    a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
+    return 2 * 2048**3 / min(seconds_of(lambda: a @ b) for _ in range(3))
+
+
+def peak_bytes():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def train_step(model, optimizer, x, y):
+    model(x, y, return_logits=False)[1].backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def random_batch(config, batch, length):
+    x = torch.randint(0, config.vocab_size, (batch, length))
+    return x, x.roll(-1, dims=1)
+
+
+def new_optimizer(model):
+    return model.configure_optimizers(weight_decay=0.1, learning_rate=1e-4, betas=(0.9, 0.95))
+
+
+def measure_step(config, what, batch=1, checkpoint=False, compile=False, repeats=REPEATS):
+    """One training step with its optimizer, or one evaluation step, of the loss alone."""
+    torch.manual_seed(0)
+    config = GPTConfig(**config)
+    model = GPT(config)
+    model.checkpoint_recompute = checkpoint
+    if compile:
+        model.compile_layers()
+    x, y = random_batch(config, batch, config.block_size)
+    if what == "train":
+        optimizer = new_optimizer(model)
+        step = lambda: train_step(model, optimizer, x, y)  # noqa: E731
+    else:
+        model.eval()
+        step = torch.no_grad()(lambda: model(x, y, return_logits=False))
+    first = seconds_of(step)
+    rates, times = [matmul_rate()], []
+    for _ in range(repeats):
+        times.append(seconds_of(step))
+        rates.append(matmul_rate())
+    flops = model.flops_per_token(config.block_size) * batch * config.block_size * (3 if what == "train" else 1)
+    median = statistics.median(times)
+    limit = flops / statistics.median(rates)
+    return {
+        "first": first,
+        "seconds": median,
+        "fastest": min(times),
+        "slowest": max(times),
+        "tokens_per_second": batch * config.block_size / median,
+        "gflops": statistics.median(rates) / 1e9,
+        "limit": limit,
+        "part": limit / median,
+        "peak_bytes": peak_bytes(),
+    }
+
+
+def measure_gpt2(repeats=REPEATS):
+    """Our GPT-2 form and the same model in stock torch modules, step by step in turn."""
+    torch.manual_seed(0)
+    form = {"norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "bias": True, "tie_weights": True}
+    config = GPTConfig(block_size=512, vocab_size=8192, n_layer=12, n_head=6, n_embd=384, **form)
+    ours, stock = GPT(config), StockGPT2(config)
+    x, y = random_batch(config, 4, config.block_size)
+    optimizers = [new_optimizer(ours), torch.optim.AdamW(stock.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)]
+    steps = [lambda m=m, o=o: train_step(m, o, x, y) for m, o in zip((ours, stock), optimizers, strict=True)]
+    times = [[seconds_of(step) for step in steps] for _ in range(repeats + 1)][1:]  # without the first
+    return {
+        "ours": statistics.median(ours for ours, _ in times),
+        "stock": statistics.median(stock for _, stock in times),
+        "ratio": statistics.median(ours / stock for ours, stock in times),
+    }
+
+
+class StockGPT2(nn.Module):
+    """What one would write without this repository."""
+
+    def __init__(self, config):
+        super().__init__()
+        d = config.n_embd
+        self.wte, self.wpe = nn.Embedding(config.vocab_size, d), nn.Embedding(config.block_size, d)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "norm1": nn.LayerNorm(d),
+                    "qkv": nn.Linear(d, 3 * d),
+                    "out": nn.Linear(d, d),
+                    "norm2": nn.LayerNorm(d),
+                    "mlp": nn.Sequential(nn.Linear(d, 4 * d), nn.GELU(approximate="tanh"), nn.Linear(4 * d, d)),
+                }
+            )
+            for _ in range(config.n_layer)
+        )
+        self.norm = nn.LayerNorm(d)
+        self.head = nn.Linear(d, config.vocab_size, bias=False)
+        self.head.weight = self.wte.weight
+        self.n_head = config.n_head
+
+    def forward(self, idx, targets, return_logits):
+        x = self.wte(idx) + self.wpe.weight[: idx.size(1)]
+        for layer in self.layers:
+            q, k, v = layer["qkv"](layer["norm1"](x)).chunk(3, dim=-1)
+            q, k, v = (t.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for t in (q, k, v))
+            a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + layer["out"](a.transpose(1, 2).flatten(2))
+            x = x + layer["mlp"](layer["norm2"](x))
+        logits = self.head(self.norm(x))
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def measure_generate(mode, context=512, new=32):
+    """Tokens per second behind a context, with and without the cache, and the cache's size."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**LLAMA_12, residual_mode=mode)).eval()
+    prompt, _ = random_batch(model.config, 1, context)
+
+    def rate(tokens, use_cache):
+        stream = model.stream(prompt, tokens + 1, temperature=0, use_cache=use_cache)
+        next(stream)  # the first token pays for the context
+        return tokens / seconds_of(lambda: list(stream))
+
+    cached, uncached = [rate(new, True) for _ in range(3)], rate(2, False)
+    cache = model.new_cache(1, context)
+    with torch.no_grad():
+        model(prompt, cache=cache)
+    return {
+        "cached": statistics.median(cached),
+        "uncached": uncached,
+        "ratio": statistics.median(cached) / uncached,
+        "cache_bytes": cache.nbytes(),
+    }
+
+
+def measure_transformers(context=512, new=64, repeats=3):
+    """Greedy generation of the same Llama by us and by Hugging Face's transformers, in turn, context included."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    ours = GPT(GPTConfig(**LLAMA_12)).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        ours.save_pretrained(f"{folder}/model")
+        theirs = LlamaForCausalLM.from_pretrained(f"{folder}/model").eval()
+    prompt, _ = random_batch(ours.config, 1, context)
+    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+    with torch.no_grad():
+        texts = ours.generate(prompt, new, temperature=0), theirs.generate(prompt, **options)
+        if not torch.equal(*texts):
+            raise UserError("our greedy text and that of transformers differ", status=1)
+        times = [
+            (
+                seconds_of(lambda: ours.generate(prompt, new, temperature=0)),
+                seconds_of(lambda: theirs.generate(prompt, **options)),
+            )
+            for _ in range(repeats)
+        ]
+    return {
+        "ours": new / statistics.median(ours for ours, _ in times),
+        "transformers": new / statistics.median(theirs for _, theirs in times),
+        "ratio": statistics.median(theirs / ours for ours, theirs in times),
+    }
+
+
+def measure_data(batch=8, block_size=2048):
+    """Seconds of a batch from a memory-mapped file of 100 million tokens."""
+    import numpy as np
+
+    with tempfile.NamedTemporaryFile() as file:
+        np.memmap(file, dtype="<u2", mode="w+", shape=(100_000_000,))[:] = 7
+        blocks = Blocks(np.memmap(file.name, dtype="<u2", mode="r"), block_size, 32000, seed=1)
+        blocks.shuffled(0, 1)  # the order of an epoch is drawn once
+        batches = [
+            seconds_of(lambda n=n: blocks.batch(blocks.shuffled(n, n + batch), torch.device("cpu")))
+            for n in range(0, 50 * batch, batch)
+        ]
+    return {"seconds": statistics.median(batches), "tokens": batch * block_size}
+
+
+MEASUREMENTS = {
+    function.__name__: function
+    for function in (measure_step, measure_gpt2, measure_generate, measure_transformers, measure_data)
+}
+
+
+def in_own_process(measurement, **arguments):
+    command = [sys.executable, __file__, "--measure", json.dumps([measurement.__name__, arguments])]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if result.returncode:
+        raise UserError(f"{measurement.__name__} {arguments} failed: see above", status=1)
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+# --- sections: configurations and tables ------------------------------------------------------------------------------
+
+
+def print_table(title, header, rows):
+    print(f"\n{title}\n")
+    widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header))]
+    for row in [header, ["-" * width for width in widths], *rows]:
+        print("| " + " | ".join(f"{cell!s:{width}}" for cell, width in zip(row, widths, strict=True)) + " |")
+
+
+STEP_HEADER = ["", "s", "fastest–slowest", "tokens/s", "limit s", "part of limit", "peak GB", "first s"]
+
+
+def step_row(name, r):
+    spread = f"{r['fastest']:.2f}–{r['slowest']:.2f}"
+    numbers = [f"{r['tokens_per_second']:,.0f}", f"{r['limit']:.2f}", f"{r['part']:.2f}"]
+    return [name, f"{r['seconds']:.2f}", spread, *numbers, f"{r['peak_bytes'] / 1e9:.2f}", f"{r['first']:.1f}"]
+
+
+def step_table(title, cases):
+    """cases: name -> arguments of measure_step."""
+    results = {name: in_own_process(measure_step, **arguments) for name, arguments in cases.items()}
+    print_table(title, STEP_HEADER, [step_row(name, result) for name, result in results.items()])
+    return results
+
+
+def modes():
+    cases = {}
+    for mode in ResidualMode:
+        config = NOTES | {"residual_mode": mode.value}
+        cases[f"{mode.value} train"] = {"config": config, "what": "train"}
+        if mode.site:
+            cases[f"{mode.value} train, checkpointed"] = {"config": config, "what": "train", "checkpoint": True}
+        cases[f"{mode.value} eval"] = {"config": config, "what": "eval"}
+    return step_table("8 layers × 512, FFN 1024, vocabulary 32,000, length 2048, batch 1, float32", cases)
+
+
+def depth():
+    cases = {}
+    for n_layer in (4, 8, 16):
+        for mode, checkpoint in (("baseline", False), ("method3_2", False), ("method3_2", True), ("method4_2", True)):
+            name = f"{mode}{', checkpointed' * checkpoint}, {n_layer} layers"
+            config = NOTES | {"n_layer": n_layer, "residual_mode": mode}
+            cases[name] = {"config": config, "what": "train", "checkpoint": checkpoint, "repeats": 2}
+    return step_table("The same shape at 4, 8 and 16 layers, training step", cases)
+
+
+def length():
+    cases = {
+        f"{mode}, length {block_size}": {
+            "config": NOTES | {"block_size": block_size, "residual_mode": mode},
+            "what": "train",
+            "batch": 2048 // block_size,
+        }
+        for block_size in (512, 1024, 2048)
+        for mode in ("baseline", "method3_2", "method4_2")
+    }
+    return step_table("The same shape, 2048 tokens as sequences of 512, 1024 and 2048, training step", cases)
+
+
+def vocabulary():
+    cases = {
+        f"baseline, vocabulary {vocab_size:,}": {"config": NOTES | {"vocab_size": vocab_size}, "what": "train"}
+        for vocab_size in (8192, 32000, 50304)
+    }
+    return step_table("The same shape with other vocabularies, training step", cases)
+
+
+def compiled():
+    cases = {
+        f"{mode}, {name}": {
+            "config": LLAMA_12 | {"residual_mode": mode},
+            "what": "train",
+            "compile": name == "compiled",
+        }
+        for mode in ("baseline", "method3_2", "method4_2")
+        for name in ("eager", "compiled")
+    }
+    return step_table("torch.compile: 12 layers × 384, length 1024, training step", cases)
+
+
+def gpt2():
+    result = in_own_process(measure_gpt2)
+    print_table(
+        "GPT-2 form, 12 layers × 384, length 512, vocabulary 8192, batch 4: seconds of a training step",
+        ["this repository", "stock torch modules", "ratio"],
+        [[f"{result['ours']:.3f}", f"{result['stock']:.3f}", f"{result['ratio']:.3f}"]],
+    )
+    return result
+
+
+def generate():
+    results = {mode: in_own_process(measure_generate, mode=mode) for mode in ("baseline", "method3_2", "method4_2")}
+    results["transformers"] = in_own_process(measure_transformers)
+    print_table(
+        "Generation: 12 layers × 384, vocabulary 8192, behind 512 tokens, batch 1",
+        ["", "tokens/s cached", "uncached", "ratio", "cache MB"],
+        [
+            [m, f"{r['cached']:.1f}", f"{r['uncached']:.2f}", f"{r['ratio']:.0f}", f"{r['cache_bytes'] / 1e6:.1f}"]
+            for m, r in results.items()
+            if m != "transformers"
+        ],
+    )
+    r = results["transformers"]
+    print_table(
+        "The same Llama, 512 tokens and 64 new ones, greedy: tokens/s",
+        ["this repository", "transformers", "ratio"],
+        [[f"{r['ours']:.1f}", f"{r['transformers']:.1f}", f"{r['ratio']:.2f}"]],
+    )
+    return results
+
+
+def data():
+    batch = in_own_process(measure_data)
+    step = in_own_process(measure_step, config=NOTES, what="train", repeats=2)
+    part = batch["seconds"] / batch["tokens"] * step["tokens_per_second"]
+    print(f"\nA batch of 8 × 2048 tokens takes {batch['seconds'] * 1e3:.2f} ms, {part:.3%} of the baseline's step")
+    return batch | {"part": part}
+
+
+SECTIONS = {section.__name__: section for section in (modes, depth, length, vocabulary, compiled, gpt2, generate, data)}
+
+
+def main():
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["--measure"]:
+        name, values = json.loads(arguments[1])
+        print(json.dumps(MEASUREMENTS[name](**values)))
+        return
+    for name in arguments:
+        if name not in SECTIONS:
+            raise UserError(f"unknown section {name!r}: choose from {', '.join(SECTIONS)}")
+    path = ROOT / "results" / "bench.json"
+    path.parent.mkdir(exist_ok=True)
+    results = json.loads(path.read_text()) if path.exists() else {}
+    for name in arguments or SECTIONS:
+        results[name] = SECTIONS[name]()
+        write_json(path, results)
+
+
+if __name__ == "__main__":
+    run_main(main)

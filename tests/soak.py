@@ -1,0 +1,64 @@
+"""
+Kill train.py with SIGKILL at random moments, resume, and compare with a run that nobody interrupted. `make soak` does
+it some hundred times; the tests do it a few times.
+"""
+
+import random
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from helpers import assert_same_run, good, metrics, start, tiny
+
+SETTINGS = {"residual_mode": "method3_2", "dropout": 0.1, "max_steps": 30, "eval_every": 4, "checkpoint_every": 3}
+
+
+def kill_and_resume(folder, kills, seed):
+    """Start, kill and start again until there were so many kills; returns the steps that were resumed from."""
+    chance = random.Random(seed)
+    started = time.monotonic()
+    good("train.py", *tiny(folder / "whole", **SETTINGS))
+    duration = time.monotonic() - started
+    resumed = []
+    while len(resumed) < kills:
+        process = start("train.py", *tiny(folder / "killed", **SETTINGS))
+        time.sleep(chance.uniform(0, duration * 0.5))
+        process.kill()
+        if process.wait().status == 0:  # it was finished: begin anew
+            assert_same_run(folder / "whole", folder / "killed")
+            shutil.rmtree(folder / "killed")
+            continue
+        assert process.status == -9, process.stderr
+        resumed.append(metrics_are_whole(folder / "killed"))
+    good("train.py", *tiny(folder / "killed", **SETTINGS))
+    assert_same_run(folder / "whole", folder / "killed")
+    left = {path.name for path in (folder / "killed").iterdir()}
+    assert left == {path.name for path in (folder / "whole").iterdir()}, left
+    return resumed
+
+
+def metrics_are_whole(out_dir):
+    """The last step in metrics.jsonl, after checking that no line is missing or doubled; a torn last one is allowed."""
+    path = out_dir / "metrics.jsonl"
+    if not path.exists() or not path.read_bytes():
+        return 0
+    if not path.read_bytes().endswith(b"\n"):
+        path.write_bytes(path.read_bytes()[: path.read_bytes().rfind(b"\n") + 1])
+    steps = [line["step"] for line in metrics(out_dir) if "loss" in line]
+    assert steps == list(range(1, len(steps) + 1))
+    return len(steps)
+
+
+def main():
+    kills = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+    seed = int(time.time())
+    print(f"{kills} kills, seed {seed}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        resumed = kill_and_resume(Path(folder), kills, seed)
+    print(f"killed after steps {resumed}; at the end parameters, metrics and evaluation were those of a whole run")
+
+
+if __name__ == "__main__":
+    main()
