@@ -9,6 +9,7 @@ matrix multiplication, measured between the steps. Every configuration runs in a
 memory is its own. Prints tables and writes results/bench.json.
 """
 
+import itertools
 import json
 import resource
 import statistics
@@ -49,8 +50,12 @@ def seconds_of(function):
 
 
 def matmul_rate():
+    """FLOP/s over half a second or more, since the speed of a shared machine changes from moment to moment."""
     a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
-    return 2 * 2048**3 / min(seconds_of(lambda: a @ b) for _ in range(3))
+    n, seconds = 0, 0.0
+    while seconds < 0.5:
+        n, seconds = n + 1, seconds + seconds_of(lambda: a @ b)
+    return n * 2 * 2048**3 / seconds
 
 
 def peak_bytes():
@@ -93,17 +98,17 @@ def measure_step(config, what, batch=1, checkpoint=False, compile=False, repeats
         times.append(seconds_of(step))
         rates.append(matmul_rate())
     flops = model.flops_per_token(config.block_size) * batch * config.block_size * (3 if what == "train" else 1)
-    median = statistics.median(times)
-    limit = flops / statistics.median(rates)
+    limits = [2 * flops / (before + after) for before, after in itertools.pairwise(rates)]  # of each step's own moment
+    parts = [limit / seconds for limit, seconds in zip(limits, times, strict=True)]
     return {
         "first": first,
-        "seconds": median,
+        "seconds": statistics.median(times),
         "fastest": min(times),
         "slowest": max(times),
-        "tokens_per_second": batch * config.block_size / median,
+        "tokens_per_second": batch * config.block_size / statistics.median(times),
         "gflops": statistics.median(rates) / 1e9,
-        "limit": limit,
-        "part": limit / median,
+        "limit": statistics.median(limits),
+        "part": statistics.median(parts),
         "peak_bytes": peak_bytes(),
     }
 
@@ -222,7 +227,7 @@ def measure_data(batch=8, block_size=2048):
         blocks = Blocks(np.memmap(file.name, dtype="<u2", mode="r"), block_size, 32000, seed=1)
         blocks.shuffled(0, 1)  # the order of an epoch is drawn once
         batches = [
-            seconds_of(lambda n=n: blocks.batch(blocks.shuffled(n, n + batch), torch.device("cpu")))
+            seconds_of(lambda n=n: blocks.batch(blocks.shuffled(n, n + batch), batch, torch.device("cpu")))
             for n in range(0, 50 * batch, batch)
         ]
     return {"seconds": statistics.median(batches), "tokens": batch * block_size}

@@ -115,11 +115,11 @@ class Run:
         self.options, self.settings = scale.options(changes), scale.settings(changes)
         self.cost = scale.flops_per_token(changes) * (self.settings.max_steps or self.settings.epochs)
 
-    def check_same(self, settings, data, where):
+    def check_same(self, made, where):
         """Refuse what was made under other settings; a key that was not there then had its default."""
-        then, now = DEFAULTS | settings, self.settings.as_dict()
+        then, now = DEFAULTS | made["settings"], self.settings.as_dict()
         different = [f"{key} is {then[key]} there and {now[key]} here" for key in SAME_KEYS if then[key] != now[key]]
-        if data["source_sha256"] != self.data["source_sha256"] or data["train_tokens"] != self.data["train_tokens"]:
+        if made["data"] | {"source": None} != self.data | {"source": None}:  # a file's name and an address may differ
             different.append("its data is another")
         if different:
             raise UserError(
@@ -129,7 +129,7 @@ class Run:
     def start(self, s, slot):
         if (self.folder / "ckpt.pt").exists():  # train.py would go on from a shorter schedule's end
             checkpoint = load_checkpoint(self.folder / "ckpt.pt")
-            self.check_same(checkpoint["settings"].as_dict(), checkpoint["data"], self.folder)
+            self.check_same(checkpoint | {"settings": checkpoint["settings"].as_dict()}, self.folder)
         return start_training(self.options, s, slot, self.log)
 
     def finish(self):
@@ -137,7 +137,6 @@ class Run:
         record = read_run(self.folder) | {"row": self.row, "seed": self.seed}
         record["settings"] = {key: record["settings"][key] for key in SAME_KEYS}
         del record["training"]
-        self.record.parent.mkdir(parents=True, exist_ok=True)
         write_file_atomically(self.record, json.dumps(record).encode() + b"\n")
         return record
 
@@ -169,25 +168,45 @@ def start_training(options, s, slot, log):
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file, env=environment)
 
 
+def stop(processes):
+    for process in processes:
+        process.terminate()  # train.py writes a checkpoint first
+    for process in processes:
+        process.wait()
+
+
 def last_words(log):
     lines = [line.strip() for line in log.read_text(errors="replace").replace("\r", "\n").split("\n") if line.strip()]
     return ([line for line in lines if line.startswith("error: ")] or lines or ["no message"])[-1]
 
 
-def train_all(runs, s, on_record):
-    """All runs, s.jobs at a time. Returns the failed ones' last words."""
-    waiting, running, failed = list(runs), {}, {}
-    costs = sum(run.cost for run in runs)
+def train_all(runs, s, failed, on_record):
+    """All runs, s.jobs at a time; on_record gets what finishes, failed the last words of what does not."""
+    waiting, running, slots = list(runs), {}, list(range(s.jobs))
     done = {run: run.part_done() for run in runs}
-    slots = list(range(s.jobs))
+
+    def progress():  # counted in FLOPs: rows differ in length, so a count of runs would say little about the time left
+        return sum(run.cost * done[run] for run in runs) / sum(run.cost for run in runs)
+
     bar = tqdm(
         total=1.0,
-        initial=sum(run.cost * done[run] for run in runs) / costs,
-        smoothing=0,  # time left by the mean speed: cost is counted in FLOPs, so rows pass about equally fast
+        initial=progress(),
+        smoothing=0,  # the mean speed so far
         bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left",
         mininterval=1 if sys.stderr.isatty() else 30,
     )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+    def end(run, slot, error=None):
+        slots.append(slot)
+        done[run] = 1.0
+        if error:
+            failed[run.name] = str(error)
+            bar.write(f"{run.name} failed: {error}", file=sys.stderr)
+            return
+        record = run.finish()
+        on_record(record)
+        bar.write(f"{run.name}: validation loss {record['loss']:.4f}, best {record['best_loss']:.4f}")
+
     try:
         while waiting or running:
             while waiting and slots:
@@ -195,39 +214,26 @@ def train_all(runs, s, on_record):
                 try:
                     running[run] = run.start(s, slot), slot
                 except UserError as error:
-                    failed[run.name] = f"error: {error}"
-                    slots.append(slot)
+                    end(run, slot, error)
             time.sleep(0.1)
             for run, (process, slot) in list(running.items()):
-                if process.poll() is None:
-                    continue
-                del running[run]
-                slots.append(slot)
-                done[run] = 1.0
-                if process.returncode:
-                    failed[run.name] = f"exit status {process.returncode}: {last_words(run.log)}"
-                    bar.write(f"{run.name} failed, {failed[run.name]}", file=sys.stderr)
-                else:
-                    record = run.finish()
-                    on_record(record)
-                    bar.write(f"{run.name}: validation loss {record['loss']:.4f}, best {record['best_loss']:.4f}")
-            if time.time() - bar.last_print_t > bar.mininterval:
+                if process.poll() is not None:
+                    del running[run]
+                    status = process.returncode
+                    end(run, slot, f"exit status {status}, {last_words(run.log)}" if status else None)
+            if time.time() - bar.last_print_t > bar.mininterval or not running:
                 done |= {run: run.part_done() for run in running}
                 bar.set_description_str(f"{len(runs) - len(waiting) - len(running)}/{len(runs)} runs", refresh=False)
-                bar.update(max(0.0, sum(run.cost * done[run] for run in runs) / costs - bar.n))
+                bar.update(max(0.0, progress() - bar.n))
     finally:
         bar.close()
-        for process, _ in running.values():
-            process.terminate()  # it writes a checkpoint first
-        for process, _ in running.values():
-            process.wait()
         if running:
+            stop([process for process, _ in running.values()])
             print("stopped: the same command goes on from here", file=sys.stderr)
-    return failed
 
 
 def measure(scale, rows, seed, s, path):
-    """A few steps of each row alone, round after round, since a machine's speed changes with the hours."""
+    """A few steps of each row alone, in rounds and relative to the round's baseline: a machine's speed wanders."""
     rows = list(dict.fromkeys(["baseline", *rows]))
     rates, memory = {row: [] for row in rows}, dict.fromkeys(rows, 0)
     for row in tqdm(rows * MEASURED_ROUNDS, unit="run", desc="measuring"):
@@ -239,17 +245,18 @@ def measure(scale, rows, seed, s, path):
                 if process.wait():
                     raise UserError(f"{row} could not be measured: {last_words(log)}", status=1)
             finally:
-                process.terminate()
-                process.wait()
+                stop([process])
             lines = [line for line in read_metrics(folder) if "tokens_per_sec" in line]
-        rates[row].append(statistics.median(line["tokens_per_sec"] for line in lines[2:]))  # the first ones warm up
+        warm = lines[len(lines) // 4 :]
+        rates[row].append(statistics.median(line["tokens_per_sec"] for line in warm))
         memory[row] = max(memory[row], lines[-1]["memory"])
-    speeds = json.loads(path.read_text()) if path.exists() else {}
+    speeds = read_speeds(path)
     for row in rows:
         settings = scale.settings(scale.changes(row)).as_dict()
+        ratios = [rate / base for rate, base in zip(rates[row], rates["baseline"], strict=True)]
         speeds[row] = {
             "tokens_per_second": statistics.median(rates[row]),
-            "relative": statistics.median(np.divide(rates[row], rates["baseline"]).tolist()),
+            "relative": statistics.median(ratios),
             "memory": memory[row],
             "threads": threads(s),
             "settings": {key: settings[key] for key in SAME_KEYS if key != "seed"},
@@ -257,7 +264,24 @@ def measure(scale, rows, seed, s, path):
     write_json(path, speeds)
 
 
+def read_speeds(path):
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 # --- table and pictures -----------------------------------------------------------------------------------------------
+
+
+def read_records(scale, results_dir):
+    """All records there are, each checked to belong to this comparison."""
+    records = []
+    for path in sorted((results_dir / "runs").glob("*.json")):
+        try:
+            record = json.loads(path.read_bytes())
+            Run(scale, record["row"], record["seed"], Path(), results_dir).check_same(record, path)
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path} is damaged or not a record: remove it, and its run is made again") from None
+        records.append(record)
+    return records
 
 
 def mean_sd(values):
@@ -267,7 +291,7 @@ def mean_sd(values):
 def difference(records, baseline, key):
     """To the baseline, paired by seed, with its standard error; noise is less than two of these, or a single pair."""
     pairs = [record[key] - baseline[record["seed"]][key] for record in records if record["seed"] in baseline]
-    if not pairs:
+    if not pairs or records[0]["row"] == "baseline":
         return None
     mean, sd = mean_sd(pairs)
     error = None if sd is None else sd / math.sqrt(len(pairs))
@@ -276,57 +300,47 @@ def difference(records, baseline, key):
 
 def summarize(records, speeds):
     """One entry a row, in the order of ROWS; what is relative is so to the baseline."""
-    baseline = {record["seed"]: record for record in records if record["row"] == "baseline"}
+    groups = {row: [record for record in records if record["row"] == row] for row in ROWS}
+    baseline = {record["seed"]: record for record in groups["baseline"]}
     base = next(iter(baseline.values()), None)
     summary = []
-    for row in ROWS:
-        mine = [record for record in records if record["row"] == row]
-        if not mine:
+    for row, group in groups.items():
+        if not group:
             continue
-        one = mine[0]
-        speed = speeds.get(row)
-        if speed and speed["settings"] != {key: one["settings"][key] for key in speed["settings"]}:
-            speed = None  # of another scale
+        one, speed = group[0], speeds.get(row)
+        if not speed or not speed["settings"].items() <= one["settings"].items():  # none, or of another scale
+            speed = dict.fromkeys(("tokens_per_second", "relative", "memory"))
         summary.append(
             {
                 "row": row,
-                "seeds": sorted(record["seed"] for record in mine),
+                "seeds": sorted(record["seed"] for record in group),
                 "n_layer": one["settings"]["n_layer"],
-                "parameters": one["parameters"],
                 "tokens": one["curve"]["tokens"][-1],
+                "parameters": one["parameters"],
                 "relative_flops": base and one["flops_per_token"] / base["flops_per_token"],
                 "relative_training_flops": base and one["curve"]["flops"][-1] / base["curve"]["flops"][-1],
-                "tokens_per_second": speed and speed["tokens_per_second"],
-                "relative_speed": speed and speed["relative"],
-                "memory": speed and speed["memory"],
-                **{key: mean_sd([r[key] for r in mine]) for key in ("loss", "best_loss", "perplexity", "accuracy")},
-                "difference": difference(mine, baseline, "loss"),
-                "best_difference": difference(mine, baseline, "best_loss"),
+                "tokens_per_second": speed["tokens_per_second"],
+                "relative_speed": speed["relative"],
+                "memory": speed["memory"],
+                **{key: mean_sd([r[key] for r in group]) for key in ("loss", "best_loss", "perplexity", "accuracy")},
+                "difference": difference(group, baseline, "loss"),
+                "best_difference": difference(group, baseline, "best_loss"),
             }
         )
     return summary
 
 
-def show(value, form):
-    return "–" if value is None else format(value, form)
-
-
-def show_mean(mean_and_sd, form=".4f"):
-    mean, sd = mean_and_sd
-    return f"{mean:{form}}" if sd is None else f"{mean:{form}} ± {sd:{form}}"
-
-
-def show_difference(entry, row):
-    if entry is None or row == "baseline":
+def show(value, form, error=None):
+    if value is None:
         return "–"
-    return (
-        "≈ " * entry["noise"]
-        + show_mean((entry["mean"], None), "+.4f")
-        + ("" if entry["error"] is None else f" ± {entry['error']:.4f}")
-    )
+    return format(value, form) + ("" if error is None else f" ± {error:.4f}")
 
 
-HEADER = "row,parameters,FLOPs/token,training FLOPs,tokens/s,memory,loss,best loss,perplexity,accuracy".split(",")
+def show_difference(entry):
+    return "–" if entry is None else "≈ " * entry["noise"] + show(entry["mean"], "+.4f", entry["error"])
+
+
+HEADER = "row,parameters,FLOPs/token,training FLOPs,tokens/s,peak MB,loss,best loss,perplexity,accuracy".split(",")
 HEADER += ["Δ loss", "Δ best loss"]
 
 
@@ -334,108 +348,88 @@ def table_row(entry):
     return [
         entry["row"] + f" ({entry['n_layer']} layers)" * (entry["row"] == "deeper"),
         f"{entry['parameters']:,}",
-        show(entry["relative_flops"], ".2f"),
-        show(entry["relative_training_flops"], ".2f"),
-        show(entry["relative_speed"], ".2f"),
-        "–" if entry["memory"] is None else f"{entry['memory'] / 2**20:,.0f} MB",
-        show_mean(entry["loss"]),
-        show_mean(entry["best_loss"]),
-        f"{entry['perplexity'][0]:.3f}",
-        f"{entry['accuracy'][0]:.4f}",
-        show_difference(entry["difference"], entry["row"]),
-        show_difference(entry["best_difference"], entry["row"]),
+        *(show(entry[f"relative_{key}"], ".2f") for key in ("flops", "training_flops", "speed")),
+        show(entry["memory"] and entry["memory"] / 2**20, ",.0f"),
+        *(show(mean, ".4f", sd) for mean, sd in (entry["loss"], entry["best_loss"])),
+        show(entry["perplexity"][0], ".3f"),
+        show(entry["accuracy"][0], ".4f"),
+        *(show_difference(entry[key]) for key in ("difference", "best_difference")),
     ]
 
 
 def write_table(records, failed, s, results_dir):
-    """README.md and results.json. Returns the table."""
-    path = results_dir / "speed.json"
-    summary = summarize(records, json.loads(path.read_text()) if path.exists() else {})
+    """README.md and results.json."""
+    summary = summarize(records, read_speeds(results_dir / "speed.json"))
     rows, seeds = [entry["row"] for entry in summary], sorted({record["seed"] for record in records})
     own = tuple(f"--{key}=" for key in [*OWN_KEYS, "out_dir"])
-    given = [argument for argument in sys.argv[1:] if not argument.startswith(own)]
-    command = ["python", "compare.py", *given, f"--modes={','.join(rows)}", f"--seeds={','.join(map(str, seeds))}"]
-    command = shlex.join([*command, f"--name={s.name}"])
+    shared = [argument for argument in sys.argv[1:] if not argument.startswith(own)]
+    which = [f"--modes={','.join(rows)}", f"--seeds={','.join(map(str, seeds))}", f"--name={s.name}"]
+    command = shlex.join(["python", "compare.py", *shared, *which])
     table = markdown_table(HEADER, [table_row(entry) for entry in summary])
-    one = records[0]["settings"]
+    # not the deeper one's: that says its own depth
+    one = next((r for r in records if r["row"] != "deeper"), records[0])["settings"]
+    data = records[0]["data"]
     text = f"""# {s.name}
 
 {table}
 
-{one["n_layer"]} layers × {one["n_embd"]}, {one["n_head"]} heads, length {one["block_size"]}; \
-{summary[0]["tokens"]:,} tokens a run in batches of {one["batch_tokens"]:,}, learning rate {one["learning_rate"]:g}; \
-data: {records[0]["data"]["source"]}, {records[0]["data"]["train_tokens"]:,} tokens; seeds {", ".join(map(str, seeds))}.
-
-Losses are validation losses in nats, the last and the best of a run: mean ± standard deviation over seeds; perplexity \
-and accuracy are of the last. FLOPs/token (forward), training FLOPs and tokens/s are relative to the baseline; memory \
-is the peak of the process. Speed and memory are measured one run at a time (`--measure=True`). Δ is the difference to \
-the baseline, paired by seed (same data in the same order), ± its standard error; ≈ marks noise: less than two standard \
-errors, or a single seed.
+{one["n_layer"]} layers × {one["n_embd"]}, {one["n_head"]} heads, length {one["block_size"]}; {summary[0]["tokens"]:,} \
+tokens a run in batches of {one["batch_tokens"]:,}, learning rate {one["learning_rate"]:g}; data: {data["source"]}, \
+{data["train_tokens"]:,} tokens; seeds {", ".join(map(str, seeds))}. Made by
 
     {command}
+
+Losses are validation losses in nats, last and best of a run: mean ± standard deviation over seeds; perplexity and \
+accuracy are of the last. FLOPs/token (forward), training FLOPs and tokens/s are relative to the baseline; tokens/s \
+and the process's peak memory are measured one run at a time (`--measure=True`). Δ is the difference to the baseline, \
+paired by seed (the same data in the same order) ± its standard error; ≈ marks noise: less than two standard errors, \
+or a single seed.
 
 ![validation loss against tokens](loss_tokens.png)
 ![validation loss against training FLOPs](loss_flops.png)
 ![validation loss against time](loss_time.png)
-![learned weights](weights.png)
+![learned weights in per cent](weights.png)
 """
     if failed:
         text += "\nFailed:\n\n" + "".join(f"- {name}: {words}\n" for name, words in failed.items())
     write_file_atomically(results_dir / "README.md", text.encode())
     write_json(results_dir / "results.json", {"command": command, "rows": summary, "failed": failed})
-    return table, summary
+    return summary, table
 
 
 def draw(records, summary, results_dir):
     groups = {entry["row"]: [r for r in records if r["row"] == entry["row"]] for entry in summary}
-    losses = {row: [r["curve"]["loss"] for r in group] for row, group in groups.items()}
+    speeds = {entry["row"]: entry["tokens_per_second"] for entry in summary}
 
-    def curves(x_of, rows=tuple(groups)):
-        return [(row, row, x_of(row), losses[row]) for row in rows]
-
-    def mean_of(key):
-        return lambda row: np.mean([r["curve"][key] for r in groups[row]], axis=0)
+    def draw_against(key, label, path, rows=tuple(groups), x_unit=lambda row: 1.0):
+        curves = []
+        for row in rows:
+            x = np.mean([r["curve"][key] for r in groups[row]], axis=0) / x_unit(row)
+            curves.append((row, row, x, [r["curve"]["loss"] for r in groups[row]]))
+        draw_losses(curves, label, results_dir / path)
 
     same_tokens = [row for row in groups if row != "longer"] or list(groups)  # it would press the others together
-    draw_losses(curves(mean_of("tokens"), same_tokens), "tokens", results_dir / "loss_tokens.png")
-    draw_losses(curves(mean_of("flops")), "training FLOPs", results_dir / "loss_flops.png")
-    speed = {entry["row"]: entry["tokens_per_second"] for entry in summary}
-    if all(speed.values()):  # a busy machine's clock says little: take the speed that was measured alone
-        minutes = curves(lambda row: mean_of("tokens")(row) / speed[row] / 60)
-        label = "minutes of training, at the speed measured one run at a time"
+    draw_against("tokens", "tokens", "loss_tokens.png", same_tokens)
+    draw_against("flops", "training FLOPs", "loss_flops.png")
+    if all(speeds.values()):  # a busy machine's clock says little
+        label = "minutes of training at the speed measured one run at a time"
+        draw_against("tokens", label, "loss_time.png", x_unit=lambda row: 60 * speeds[row])
     else:
-        minutes = curves(lambda row: mean_of("seconds")(row) / 60)
-        label = "minutes of training, as it ran"
-    draw_losses(minutes, label, results_dir / "loss_time.png")
+        draw_against("seconds", "minutes of training, as it ran", "loss_time.png", x_unit=lambda row: 60)
     panels = []
     for row, group in groups.items():
-        squares = [normalized(r["weights"]) for r in group if r["weights"]]
-        if squares:
-            panels.append((f"{row}, mean of {len(squares)}", np.mean(squares, axis=0)))
-    draw_weights(
-        [*panels, ("the notes' run: method3_2-stored, 12 layers", notes_weights())], results_dir / "weights.png"
-    )
+        if group[0]["weights"]:
+            squares = [normalized(record["weights"]) for record in group]
+            panels.append((f"{row}, %, mean of {len(squares)}", np.mean(squares, axis=0)))
+    panels.append(("the notes' run (method3_2-stored), %", notes_weights()))
+    draw_weights(panels, results_dir / "weights.png")
 
 
-def read_records(scale, results_dir):
-    """All records there are, each checked to belong to this comparison."""
-    records = []
-    for path in sorted((results_dir / "runs").glob("*.json")):
-        try:
-            record = json.loads(path.read_bytes())
-            run = Run(scale, record["row"], record["seed"], Path(), results_dir)
-            run.check_same(record["settings"], record["data"], path)
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path} is damaged or not a record: remove it and its run is made again") from None
-        records.append(record)
-    return records
-
-
-def listed(text, what, convert=str):
+def listed(text, what, kind):
     try:
-        return list(dict.fromkeys(convert(item.strip()) for item in text.split(",")))
+        return list(dict.fromkeys(kind(item.strip()) for item in text.split(",")))
     except ValueError:
-        raise UserError(f"{what} must be {convert.__name__}s separated by commas, not {text!r}") from None
+        raise UserError(f"{what} must be {kind.__name__}s separated by commas, not {text!r}") from None
 
 
 def main():
@@ -443,7 +437,7 @@ def main():
     for key in ("jobs", "nproc"):
         if getattr(s, key) < 1:
             raise UserError(f"{key} must be at least 1, not {getattr(s, key)}")
-    rows, seeds = DEFAULT_ROWS if s.modes == "all" else listed(s.modes, "modes"), listed(s.seeds, "seeds", int)
+    rows, seeds = DEFAULT_ROWS if s.modes == "all" else listed(s.modes, "modes", str), listed(s.seeds, "seeds", int)
     for row in rows:
         if row not in ROWS:
             raise UserError(f"modes: {row!r} is not known: choose from {', '.join(ROWS)}")
@@ -455,27 +449,26 @@ def main():
     scale = Scale(s)
     records = read_records(scale, results_dir)
     runs = [Run(scale, row, seed, out_dir, results_dir) for seed in seeds for row in rows]  # whole seeds first
-    for folder in (results_dir, out_dir):
+    for folder in (results_dir / "runs", out_dir):
         folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as orderly as Ctrl-C
 
-    failed = {}
+    failed, missing = {}, [run for run in runs if not run.record.exists()]
+
+    def on_record(record):  # an interrupted comparison has a table, too
+        records.append(record)
+        write_table(records, failed, s, results_dir)
+
     if s.measure:
         measure(scale, rows, seeds[0], s, results_dir / "speed.json")
-    else:
-
-        def on_record(record):
-            records.append(record)
-            write_table(records, {}, s, results_dir)
-
-        failed = train_all([run for run in runs if not run.record.exists()], s, on_record)
+    elif missing:
+        train_all(missing, s, failed, on_record)
     if records:
-        records.sort(key=lambda record: (record["row"], record["seed"]))
-        table, summary = write_table(records, failed, s, results_dir)
+        summary, table = write_table(records, failed, s, results_dir)
         draw(records, summary, results_dir)
         print(f"{table}\n\n{results_dir}/README.md")
-    for name, words in failed.items():
-        print(f"{name} failed, {words}", file=sys.stderr)
-    sys.exit(1 if failed else 0)
+    if failed:
+        raise UserError(f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}", status=1)
 
 
 if __name__ == "__main__":

@@ -136,7 +136,6 @@ def new_axes(x_label, y_label):
     axes.set(xlabel=x_label, ylabel=y_label)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
-    axes.xaxis.set_major_formatter(EngFormatter())  # 1.5 M
     return figure, axes
 
 
@@ -165,6 +164,8 @@ def draw_losses(curves, x_label, path):
     axes.set_ylim(low, high)
     x_end = max(max(x) for _, _, x, _ in curves)
     axes.set_xlim(0, x_end)
+    if x_end >= 1e4:
+        axes.xaxis.set_major_formatter(EngFormatter())  # 1.5 M
 
     ends = sorted(range(len(curves)), key=lambda n: means[n][-1])
     places = spread([(means[n][-1] - low) / (high - low) for n in ends], gap=0.048)
@@ -204,8 +205,8 @@ def draw_run(run, path):
     window = max(1, len(losses) // 50)
     smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
     axes.plot(tokens, losses, linewidth=0.5, color="#BBBBBB")
-    axes.plot(tokens[window - 1 :], smooth, linewidth=1.2, color="#777777", label=f"training, mean of {window} steps")
-    axes.plot(run["curve"]["tokens"], run["curve"]["loss"], ".-", label="validation", **style(run["row"]))
+    axes.plot(tokens[window - 1 :], smooth, linewidth=1.2, color="#777777", label="training, smoothed")
+    axes.plot(run["curve"]["tokens"], run["curve"]["loss"], marker=".", label="validation", **style(run["row"]))
     axes.set_title(f"{run['name']}: validation loss {run['loss']:.4f}, best {run['best_loss']:.4f}", loc="left")
     axes.legend(frameon=False)
     save(figure, path)
@@ -217,7 +218,7 @@ def draw_weights(panels, path):
     rows = -(-len(panels) // columns)
     side = WIDTH / max(columns, 2)
     figure, grid = plt.subplots(
-        rows, columns, figsize=(side * columns, side * rows + 0.2), dpi=DPI, layout="constrained", squeeze=False
+        rows, columns, figsize=(side * columns, side * rows), dpi=DPI, layout="constrained", squeeze=False
     )
     top = max(np.nanmax(square, initial=0.5) for _, square in panels)
     for axes in grid.flat[len(panels) :]:
@@ -229,7 +230,8 @@ def draw_weights(panels, path):
                 colour = "white" if weight < 0.5 * top else "black"
                 axes.text(i, m, f"{100 * weight:.0f}", ha="center", va="center", color=colour, fontsize=7)
         axes.set_title(title, fontsize=9)
-        axes.set(xticks=range(len(square)), yticks=range(len(square)))
+        axes.set(xticks=range(len(square)), yticks=range(1, len(square)))
+        axes.set_ylim(len(square) - 0.5, 0.5)  # layer 0 has no weights
         axes.set_xlabel("output of layer", fontsize=8)
         axes.set_ylabel("in layer", fontsize=8)
         axes.tick_params(labelsize=7, length=0)

@@ -45,8 +45,8 @@ class TrainConfig:
     seed: int = 1  # of the initial weights, the order of the data and dropout, each with a stream of its own
     # data
     dataset: str = "pydocs"  # a folder in data/, or a path
-    batch_tokens: int = 4096  # tokens of one optimizer step, over all processes
-    micro_batch: int = 32  # sequences of one forward pass in one process; the rest is accumulated
+    batch_tokens: int = 2048  # tokens of one optimizer step, over all processes
+    micro_batch: int = 16  # sequences of one forward pass in one process; the rest is accumulated
     # length: in epochs, or in steps where max_steps is given
     epochs: float = 0.5
     max_steps: int | None = None
@@ -62,9 +62,9 @@ class TrainConfig:
     residual_lr_scale: float = 1.0  # times the learning rate for the raw residual weights
     # what to see and to keep
     eval_only: bool = False
-    eval_every: int = 100  # steps; there is always one at the end
+    eval_every: int = 200  # steps; there is always one at the end
     eval_batch: int = 32  # sequences; has no influence on the result
-    checkpoint_every: int = 100  # steps; there is always one at the end
+    checkpoint_every: int = 200  # steps; there is always one at the end
     log_every: int = 1  # steps between lines of metrics.jsonl
     sample_tokens: int = 256  # length of the text shown at the end; 0: none
     wandb_project: str | None = None  # also log to Weights & Biases
@@ -114,11 +114,11 @@ class Blocks:
         """Blocks number start … end-1 of the endless shuffled sequence."""
         return [self.order(n // self.n_full)[n % self.n_full] for n in range(start, end)]
 
-    def batch(self, blocks, device):
-        """Inputs and targets (B, T); where the last block is short, its targets are filled up with -1."""
+    def batch(self, blocks, rows, device):
+        """Inputs and targets (rows, T); what the short last block or a short last batch lacks are targets of -1."""
         length = self.block_size + 1
-        ids = np.full((len(blocks), length), -1, dtype=np.int64)
-        for row, block in zip(ids, blocks, strict=True):
+        ids = np.full((rows, length), -1, dtype=np.int64)
+        for row, block in zip(ids, blocks, strict=False):
             piece = self.tokens[block * self.block_size :][:length]
             row[: len(piece)] = piece
         if ids.max() >= self.vocab_size:
@@ -388,8 +388,9 @@ def evaluate(model, blocks, machine, batch_size):
     model.eval()
     loss = correct = steps = 0
     share = range(machine.rank, blocks.n_all, machine.world)
+    batch_size = min(batch_size, math.ceil(blocks.n_all / machine.world))  # all batches of one shape: compiled once
     for start in range(0, len(share), batch_size):
-        x, y = blocks.batch(share[start : start + batch_size], machine.device)
+        x, y = blocks.batch(share[start : start + batch_size], batch_size, machine.device)
         with machine.autocast():
             batch_loss, batch_correct = model.score(x, y)
         loss, correct, steps = loss + batch_loss.item(), correct + batch_correct.item(), steps + 1
@@ -670,7 +671,8 @@ def train(s, machine, at_end):
         loss = 0.0
         for micro in range(accumulate):
             first = step * sequences + (micro * machine.world + machine.rank) * s.micro_batch
-            x, y = train_blocks.batch(train_blocks.shuffled(first, first + s.micro_batch), machine.device)
+            blocks = train_blocks.shuffled(first, first + s.micro_batch)
+            x, y = train_blocks.batch(blocks, s.micro_batch, machine.device)
             sync = wrapped is model or micro == accumulate - 1  # gradients are exchanged once a step
             with contextlib.nullcontext() if sync else wrapped.no_sync():
                 with machine.autocast():

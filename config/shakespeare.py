@@ -7,3 +7,4 @@ block_size = 128
 batch_tokens = 4096
 micro_batch = 32
 epochs = 1.5
+eval_every = 50

@@ -284,7 +284,7 @@ def test_an_epoch_is_one_shuffled_pass():
     assert sorted(first) == sorted(second) == list(range(10)) and first != second
     assert blocks.shuffled(8, 13) == [*first[8:], *second[:3]]  # on across the end of an epoch
     assert Blocks(tokens, 8, 2000, seed=1).shuffled(13, 17) == second[3:7]  # no state
-    x, y = blocks.batch([0, 10], torch.device("cpu"))
+    x, y = blocks.batch([0, 10], 2, torch.device("cpu"))
     assert x[0].tolist() == list(range(1000, 1008)) and y[0].tolist() == list(range(1001, 1009))
     assert y[1].tolist() == [1081, 1082, 1083, -1, -1, -1, -1, -1] and x[1, :4].tolist() == [1080, 1081, 1082, 1083]
 
