@@ -156,7 +156,9 @@ def draw_losses(curves, x_label, path):
         axes.plot(x, mean, linewidth=1.5, marker=marker, **style(row))
         if len(losses) > 1:
             deviation = np.std(losses, axis=0, ddof=1)
-            axes.fill_between(x, mean - deviation, mean + deviation, color=style(row)["color"], alpha=0.12, linewidth=0)
+            axes.fill_between(
+                x, mean - deviation, mean + deviation, color=style(row)["color"], alpha=0.4 / len(curves), linewidth=0
+            )
     # the steep beginning, the same for all, would press the rest together
     low, high = min(mean.min() for mean in means), max(mean[len(mean) // 4] for mean in means)
     margin = 0.05 * (high - low) or 0.01

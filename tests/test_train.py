@@ -233,8 +233,8 @@ def test_changed_code_warns(tmp_path):
 RECORD = """
 import json, os, train
 batch = train.Blocks.batch
-def recorded(self, blocks, device):
-    x, y = batch(self, blocks, device)
+def recorded(self, blocks, rows, device):
+    x, y = batch(self, blocks, rows, device)
     if "train.bin" in self.tokens.filename.name:
         with open(f"{os.environ['RECORD']}.{os.environ.get('RANK', '0')}", "a") as file:
             file.write(json.dumps([x.tolist(), y.tolist()]) + chr(10))
