@@ -170,9 +170,7 @@ def load_pretrained(cls, name_or_dir, overrides):
     if found:
         raise ValueError(f"{folder} has a tensor {min(found)!r} that a {family.architecture} does not have")
 
-    model.load_state_dict(state, assign=True)
-    if config.tie_weights:
-        model.lm_head.weight = model.wte.weight
+    model = cls.from_state(model.config, state)
     model.crop_block_size(wanted.block_size)
     return model
 

@@ -351,14 +351,10 @@ class ChunkedLoss(torch.autograd.Function):
         total, dx, dweight = 0.0, torch.empty_like(x), torch.zeros_like(weight)
         weight, low = weight.to(dtype), x.to(dtype)  # what autocast would do
         for rows, logits in logit_chunks(low, weight):
-            ignored, target = targets[rows] < 0, targets[rows].clamp(min=0).unsqueeze(1)
-            best, best_id = logits.max(dim=1, keepdim=True)
-            right = logits.gather(1, target)
-            p = torch.softmax(logits, dim=1, out=logits)
-            losses = best - p.gather(1, best_id).log() - right  # log Σ exp(logits) from the best, whose p is never 0
-            total += losses.masked_fill_(ignored.unsqueeze(1), 0).sum()
-            dlogits = p.scatter_add_(1, target, -torch.ones_like(right))  # softmax minus one-hot
-            dlogits[ignored] = 0
+            losses, _, p = score_rows(logits, targets[rows])
+            total += losses.sum()
+            dlogits = p.scatter_add_(1, targets[rows].clamp(min=0).unsqueeze(1), torch.full_like(p[:, :1], -1))
+            dlogits[targets[rows] < 0] = 0
             dlogits = dlogits.to(dtype)
             dx[rows] = dlogits @ weight
             if dtype == dweight.dtype:
@@ -390,6 +386,15 @@ def logit_chunks(x, weight, numbers=2**24):
         rows = x[start : start + step]
         logits = torch.mm(rows, weight.T, out=buffer[: rows.size(0)])
         yield slice(start, start + step), logits.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def score_rows(logits, targets):
+    """Of each row the loss (0 for target -1), whether the best guess is right, and the softmax in the logits' place."""
+    best, best_id = logits.max(dim=1, keepdim=True)
+    right = logits.gather(1, targets.clamp(min=0).unsqueeze(1))
+    p = torch.softmax(logits, dim=1, out=logits)
+    losses = best - p.gather(1, best_id).log() - right  # log Σ exp(logits) from the best, whose p is never near 0
+    return losses.squeeze(1).masked_fill(targets < 0, 0), best_id.squeeze(1) == targets, p
 
 
 class GPT(nn.Module):
@@ -438,7 +443,7 @@ class GPT(nn.Module):
             return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
         if torch.is_grad_enabled():
             return None, ChunkedLoss.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), matmul_dtype(x))
-        return None, self.score_of(x, targets)[0] / (targets >= 0).sum()
+        return None, self.score_of(x, targets)[0] / (targets >= 0).sum().clamp(min=1)
 
     def hidden(self, idx, cache=None):
         """The stream after the last layer: (B, T) -> (B, T, C)."""
@@ -489,8 +494,11 @@ class GPT(nn.Module):
         start = cache.position if cache else 0
         end = start + idx.size(1)
         limit = cache.length if cache else self.config.block_size
-        if end > limit:
-            raise ValueError(f"{end} tokens do not fit into {'the cache' if cache else 'block_size'}={limit}")
+        refuse(end > limit, f"{end} tokens do not fit into {'the cache' if cache else 'block_size'}={limit}")
+        refuse(
+            cache and cache.batch != len(idx),
+            f"a batch of {len(idx)} does not fit to the cache's {cache and cache.batch}",
+        )
         positions = torch.arange(start, end, device=idx.device)
         x, rope, mask = self.wte(idx), None, None
         if self.wpe is not None:
@@ -512,15 +520,15 @@ class GPT(nn.Module):
     def score_of(self, x, targets):
         dtype, targets, loss, hits = matmul_dtype(x), targets.flatten(), 0.0, 0
         for rows, logits in logit_chunks(x.flatten(0, 1).to(dtype), self.lm_head.weight.to(dtype)):
-            loss += F.cross_entropy(logits, targets[rows], ignore_index=-1, reduction="sum")
-            hits += (logits.argmax(dim=1) == targets[rows]).sum()
+            chunk_losses, chunk_hits, _ = score_rows(logits, targets[rows])
+            loss, hits = loss + chunk_losses.sum(), hits + chunk_hits.sum()
         return loss, hits
 
     # generation
 
     def new_cache(self, batch, length):
-        if length > self.config.block_size:
-            raise ValueError(f"a cache of {length} tokens is longer than block_size={self.config.block_size}")
+        block_size = self.config.block_size
+        refuse(length > block_size, f"a cache of {length} tokens is longer than block_size={block_size}")
         return Cache(batch, length)
 
     @torch.no_grad()
@@ -605,8 +613,8 @@ class GPT(nn.Module):
         return c.n_layer * layer + reruns * rerun + 2 * self.lm_head.weight.numel()
 
     def crop_block_size(self, block_size):
-        if block_size > self.config.block_size:
-            raise ValueError(f"block_size={self.config.block_size} can be cropped, not raised to {block_size}")
+        was = self.config.block_size
+        refuse(block_size > was, f"block_size={was} can be cropped, not raised to {block_size}")
         self.config.block_size = block_size
         if self.wpe is not None:
             self.wpe.weight = nn.Parameter(self.wpe.weight[:block_size].clone())
@@ -628,8 +636,7 @@ class GPT(nn.Module):
     @classmethod
     def from_state(cls, config, state):
         """A model around tensors that are there already; nothing is allocated until their names and shapes fit."""
-        if config.n_layer > len(state):
-            raise ValueError(f"n_layer={config.n_layer}, but there are only {len(state)} tensors")
+        refuse(config.n_layer > len(state), f"n_layer={config.n_layer}, but there are only {len(state)} tensors")
         with torch.device("meta"):
             model = cls(config)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from backbones import LEARNED, MODES, each_model, new_model, tokens
+from backbones import BACKBONES, LEARNED, MODES, each_model, new_model, tokens
 from reference import reference_logits
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -210,27 +210,22 @@ def test_checkpointed_reruns_have_the_same_gradients(mode, dropout):
         assert torch.equal(grads[0][name], grads[1][name]), name
 
 
-def test_compiled_equals_eager():
-    models = [new_model(residual_mode=mode, n_layer=2, n_kv_head=2) for mode in LEARNED]  # one of each site
-
-    def logits(idx):
-        return [model(idx)[0] for model in models]
-
-    with torch.no_grad():
-        close(torch.compile(logits, fullgraph=True)(tokens(3, 8)), logits(tokens(3, 8)))
-
-
 @each_site
-def test_compiled_training_step(mode):
-    """As one graph, run without generated code: a compiler takes most of a minute to build that of a backward pass."""
-    model = new_model(residual_mode=mode, n_layer=2, n_kv_head=2)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+@pytest.mark.parametrize("how", ["layers", "whole"])
+def test_compiled_equals_eager(mode, how):
+    model = compiled = new_model(residual_mode=mode, n_layer=2, n_kv_head=2)
     idx, targets = batch_with_gaps()
-    losses = [m(idx, targets, return_logits=False)[1] for m in (model, compiled)]
-    close(*losses)
-    eager, ours = (gradients(model, loss) for loss in losses)
-    for name in eager:
-        close(ours[name], eager[name])
+    _, loss = model(idx, targets, return_logits=False)
+    eager = gradients(model, loss)
+    if how == "layers":  # what training does
+        model.compile_layers()
+    else:  # one graph, run without generated code, which would take a compiler most of a minute to build
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for model.checkpoint_recompute in (False, True) if how == "layers" else (False,):
+        _, again = compiled(idx, targets, return_logits=False)
+        close(again, loss)
+        for name, grad in gradients(model, again).items():
+            close(grad, eager[name])
 
 
 @each_mode
@@ -497,6 +492,26 @@ def test_crop_block_size(position):
 def test_config_survives_a_dict():
     config = GPTConfig(residual_mode="method3_2", recompute=False, n_head=8)  # what a checkpoint keeps
     assert GPTConfig(**asdict(config)) == config
+
+
+@pytest.mark.parametrize("options", [BACKBONES["gpt2"], BACKBONES["batchnorm"] | {"recompute": False}])
+def test_from_state(options):
+    model = new_model(residual_mode="method3_2", **options)
+    state, idx = model.state_dict(), tokens(2, 8)
+    copy = GPT.from_state(model.config, dict(state)).eval()
+    assert torch.equal(copy(idx)[0], model(idx)[0])
+    assert (copy.lm_head.weight is copy.wte.weight) == model.config.tie_weights
+    assert all(p.requires_grad for p in copy.parameters())
+
+    name = "h.2.residual_weight"
+    for wrong in (
+        {n: t for n, t in state.items() if n != name},
+        state | {name: torch.ones(4)},
+        state | {"h.3.residual_weight": torch.ones(4)},
+    ):
+        with pytest.raises(ValueError, match=r"h\.[23]\.residual_weight") as refusal:
+            GPT.from_state(model.config, wrong)
+        assert "\n" not in str(refusal.value)
 
 
 # Bad input: one sentence that names the values
