@@ -353,15 +353,16 @@ class ChunkedLoss(torch.autograd.Function):
         for rows, logits in logit_chunks(low, weight):
             losses, _, p = score_rows(logits, targets[rows])
             total += losses.sum()
-            dlogits = p.scatter_add_(1, targets[rows].clamp(min=0).unsqueeze(1), torch.full_like(p[:, :1], -1))
-            dlogits[targets[rows] < 0] = 0
+            ignored = targets[rows] == -1
+            dlogits = p.scatter_add_(1, targets[rows].masked_fill(ignored, 0).unsqueeze(1), -torch.ones_like(p[:, :1]))
+            dlogits[ignored] = 0
             dlogits = dlogits.to(dtype)
             dx[rows] = dlogits @ weight
-            if dtype == dweight.dtype:
+            if dtype == dweight.dtype:  # no second V × C tensor
                 dweight.addmm_(dlogits.T, low[rows])
             else:
                 dweight += dlogits.T @ low[rows]
-        count = (targets >= 0).sum().clamp(min=1)
+        count = (targets != -1).sum()
         ctx.save_for_backward(dx, dweight, count)
         return total / count
 
@@ -391,10 +392,11 @@ def logit_chunks(x, weight, numbers=2**24):
 def score_rows(logits, targets):
     """Of each row the loss (0 for target -1), whether the best guess is right, and the softmax in the logits' place."""
     best, best_id = logits.max(dim=1, keepdim=True)
-    right = logits.gather(1, targets.clamp(min=0).unsqueeze(1))
+    ignored = targets == -1
+    right = logits.gather(1, targets.masked_fill(ignored, 0).unsqueeze(1))
     p = torch.softmax(logits, dim=1, out=logits)
     losses = best - p.gather(1, best_id).log() - right  # log Σ exp(logits) from the best, whose p is never near 0
-    return losses.squeeze(1).masked_fill(targets < 0, 0), best_id.squeeze(1) == targets, p
+    return losses.squeeze(1).masked_fill(ignored, 0), best_id.squeeze(1) == targets, p
 
 
 class GPT(nn.Module):
@@ -443,7 +445,7 @@ class GPT(nn.Module):
             return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
         if torch.is_grad_enabled():
             return None, ChunkedLoss.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), matmul_dtype(x))
-        return None, self.score_of(x, targets)[0] / (targets >= 0).sum().clamp(min=1)
+        return None, self.score_of(x, targets)[0] / (targets != -1).sum()
 
     def hidden(self, idx, cache=None):
         """The stream after the last layer: (B, T) -> (B, T, C)."""
@@ -518,6 +520,7 @@ class GPT(nn.Module):
         return self.score_of(self.norm_f(self.hidden(idx)), targets)
 
     def score_of(self, x, targets):
+        """The same from the normed stream."""
         dtype, targets, loss, hits = matmul_dtype(x), targets.flatten(), 0.0, 0
         for rows, logits in logit_chunks(x.flatten(0, 1).to(dtype), self.lm_head.weight.to(dtype)):
             chunk_losses, chunk_hits, _ = score_rows(logits, targets[rows])
@@ -552,6 +555,9 @@ class GPT(nn.Module):
         A row that has drawn stop_id goes on as stop_id; when all have, the stream ends. Ids from real_vocab on (the
         padding of the vocabulary) are never drawn.
         """
+        refuse(temperature < 0, f"temperature must not be negative, not {temperature}")
+        refuse(top_k is not None and top_k < 1, f"top_k must be at least 1, not {top_k}")
+        refuse(top_p is not None and not 0 < top_p <= 1, f"top_p must be more than 0 and at most 1, not {top_p}")
         block_size = self.config.block_size
         cache = self.new_cache(len(idx), min(idx.size(1) + max_new_tokens, block_size)) if use_cache else None
         stopped = torch.zeros(len(idx) * num_samples, dtype=torch.bool, device=idx.device)

@@ -533,7 +533,11 @@ def train(s, machine, at_end):
     meta = load_meta(folder)
     data = asdict(meta)
     if checkpoint and checkpoint["data"] != data:
-        raise UserError(f"the data in {s.dataset} is not what the run in {out_dir} was trained on: prepare that again")
+        then = checkpoint["data"]
+        different = ", ".join(
+            f"{key} was {then.get(key)} and is {data[key]}" for key in data if then.get(key) != data[key]
+        )
+        raise UserError(f"{s.dataset} is not the data of the run in {out_dir}: {different}; prepare that again")
     tokenizer = load_tokenizer(meta.tokenizer, folder)
 
     # model: of this run's checkpoint, of Hugging Face, or new

@@ -113,7 +113,9 @@ def test_what_does_not_fit_is_refused_with_a_sentence():
     model(idx[:, :3], cache=cache)
     with pytest.raises(ValueError, match=r"5 tokens.*cache=4"):
         model(idx[:, :2], cache=cache)
-    close(model(idx[:, 3:], cache=cache)[0], model(idx)[0])  # the refusal has left the cache as it was
+    with pytest.raises(ValueError, match=r"batch of 1.*cache.*2"):
+        model(idx[:1, 3:], cache=cache)
+    close(model(idx[:, 3:], cache=cache)[0], model(idx)[0])  # the refusals have left the cache as it was
 
 
 # Drawing

@@ -201,7 +201,7 @@ def test_other_data_under_the_same_name(tmp_path):
     meta = json.loads((tmp_path / "data/meta.json").read_text())
     (tmp_path / "data/meta.json").write_text(json.dumps(meta | {"source_sha256": "0" * 64}))
     before = snapshot(tmp_path)
-    check_error(run("train.py", *args), "data", "is not what the run")
+    check_error(run("train.py", *args), "is not the data of the run", "source_sha256 was")
     assert snapshot(tmp_path) == before
 
 
