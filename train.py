@@ -48,7 +48,7 @@ class TrainConfig:
     batch_tokens: int = 2048  # tokens of one optimizer step, over all processes
     micro_batch: int = 16  # sequences of one forward pass in one process; the rest is accumulated
     # length: in epochs, or in steps where max_steps is given
-    epochs: float = 0.36
+    epochs: float = 0.4
     max_steps: int | None = None
     stop_at: int | None = None  # end this sitting after that step; the schedule does not change
     # optimizer: AdamW, warm-up, cosine to min_lr
