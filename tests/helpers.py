@@ -88,6 +88,8 @@ def tiny(folder, **settings):
 def start(script, *args, before="", limit=None, env=None, cwd=ROOT):
     """before: Python code to run first; limit: largest file in bytes."""
     folder = Path(tempfile.mkdtemp(dir=server().folder))
+    for name in ("stdout", "stderr"):  # there from the beginning, for those who read along
+        (folder / name).touch()
     request = {"script": script, "args": [os.fsdecode(a) for a in map(os.fspath, args)], "folder": str(folder)}
     return Process(ask(request | {"before": before, "limit": limit, "env": env or {}, "cwd": str(cwd)}), folder)
 
@@ -131,9 +133,10 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 
 
 def metrics(out_dir):
-    """The lines of metrics.jsonl, without what depends on the clock."""
+    """The lines of metrics.jsonl, without what depends on the clock and the perplexity, which is the loss once more."""
     lines = (Path(out_dir) / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
+    left_out = TIMES | {"eval_perplexity"}
+    return [{key: value for key, value in json.loads(line).items() if key not in left_out} for line in lines]
 
 
 def evaluation(out_dir):
