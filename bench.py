@@ -1,7 +1,7 @@
 """
 Speed and memory on this machine, each figure beside its limit:
 
-    python bench.py                   # everything, about half an hour on 2 cores
+    python bench.py                   # everything
     python bench.py modes generate    # some sections
 
 The limit of a step is its FLOPs (model.flops_per_token, three times that for training) at the rate of a 2048³ float32
