@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import model as model_module
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, SwiGLU, new_norm
 
 # a mode of each site, with learned weights
 each_site = pytest.mark.parametrize("mode", LEARNED)
@@ -208,6 +208,35 @@ def test_checkpointed_reruns_have_the_same_gradients(mode, dropout):
     assert runs == [3, 5]  # layer 0: its own pass and two re-runs; checkpointed, the two once more in backward
     for name in grads[0]:
         assert torch.equal(grads[0][name], grads[1][name]), name
+
+
+def test_fast_rmsnorm_and_swiglu_equal_torch():
+    """Values and gradients, also of one row or one channel; a bfloat16 input is not rounded again."""
+    for shape in ((2, 5, 8), (1, 1, 8), (3, 4, 1)):
+        config = GPTConfig(n_embd=shape[-1], n_head=1, position="learned", norm_eps=1e-3)
+        norm = new_norm(config).double()
+        torch.nn.init.normal_(norm.weight)
+        x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        plain = F.rms_norm(x, shape[-1:], norm.weight, 1e-3)
+        dy = torch.randn_like(plain)
+        close(norm(x), plain)
+        for ours, theirs in zip(*(torch.autograd.grad(y, (x, norm.weight), dy) for y in (norm(x), plain)), strict=True):
+            close(ours, theirs)
+    gate, up = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    close(SwiGLU.apply(gate, up), F.silu(gate) * up)
+    assert torch.autograd.gradcheck(SwiGLU.apply, (gate, up))
+    norm, x = norm.float(), torch.randn(2, 3, 1).bfloat16()
+    torch.testing.assert_close(norm(x), norm(x.float()), rtol=0, atol=0)
+
+
+def test_a_second_backward_of_the_chunked_loss_is_refused():
+    """It scales its gradients in place: twice would be wrong, so it must not pass silently."""
+    model = new_model()
+    idx, targets = batch_with_gaps()
+    _, loss = model(idx, targets, return_logits=False)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @each_site
