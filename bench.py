@@ -11,6 +11,7 @@ memory is its own. Prints tables and writes results/bench.json.
 
 import itertools
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -21,6 +22,7 @@ import time
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from tqdm import tqdm
 
 from configurator import UserError, run_main
 from model import GPT, GPTConfig, ResidualMode
@@ -241,7 +243,9 @@ MEASUREMENTS = {
 
 def in_own_process(measurement, **arguments):
     command = [sys.executable, __file__, "--measure", json.dumps([measurement.__name__, arguments])]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    with tempfile.TemporaryDirectory() as empty:  # torch.compile starts from nothing
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": empty}
+        result = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
     if result.returncode:
         raise UserError(f"{measurement.__name__} {arguments} failed: see above", status=1)
     return json.loads(result.stdout.splitlines()[-1])
@@ -268,7 +272,8 @@ def step_row(name, r):
 
 def step_table(title, cases):
     """cases: name -> arguments of measure_step."""
-    results = {name: in_own_process(measure_step, **arguments) for name, arguments in cases.items()}
+    progress = tqdm(cases.items(), unit="case", leave=False)
+    results = {name: in_own_process(measure_step, **arguments) for name, arguments in progress}
     print_table(title, STEP_HEADER, [step_row(name, result) for name, result in results.items()])
     return results
 
@@ -319,12 +324,13 @@ def vocabulary():
 
 def compiled():
     cases = {
-        f"{mode}, {name}": {
-            "config": LLAMA_12 | {"residual_mode": mode},
+        f"{mode.value}, {name}": {
+            "config": LLAMA_12 | {"residual_mode": mode.value},
             "what": "train",
             "compile": name == "compiled",
+            "repeats": 3,
         }
-        for mode in ("baseline", "method3_2", "method4_2")
+        for mode in ResidualMode
         for name in ("eager", "compiled")
     }
     return step_table("torch.compile: 12 layers × 384, length 1024, training step", cases)
@@ -341,7 +347,7 @@ def gpt2():
 
 
 def generate():
-    results = {mode: in_own_process(measure_generate, mode=mode) for mode in ("baseline", "method3_2", "method4_2")}
+    results = {mode.value: in_own_process(measure_generate, mode=mode.value) for mode in ResidualMode}
     results["transformers"] = in_own_process(measure_transformers)
     print_table(
         "Generation: 12 layers × 384, vocabulary 8192, behind 512 tokens, batch 1",

@@ -6,10 +6,12 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from backbones import BACKBONES, LEARNED, MODES, each_model, new_model, tokens
 from reference import reference_logits
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 import model as model_module
@@ -255,6 +257,28 @@ def test_compiled_equals_eager(mode, how):
         close(again, loss)
         for name, grad in gradients(model, again).items():
             close(grad, eager[name])
+
+
+@pytest.mark.parametrize("wrap", [nn.Identity, DistributedDataParallel])
+def test_what_is_compiled_does_not_grow_with_depth(wrap, monkeypatch, tmp_path):
+    """And nothing is compiled again after the first training and evaluation steps, with DDP, too."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    graphs = []
+    idx, targets = batch_with_gaps()
+    for n_layer in (2, 3, 9):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = new_model(residual_mode="method3_2", n_layer=n_layer)
+        model.compile_layers()
+        wrapped = model if wrap is nn.Identity else wrap(model)
+        for error_on_recompile in (False, True, True):
+            with torch._dynamo.config.patch(error_on_recompile=error_on_recompile):
+                wrapped(idx, targets, return_logits=False)[1].backward()
+                model.score(idx, targets)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    torch.distributed.destroy_process_group()
+    assert graphs[0] == graphs[1] == graphs[2] > 0
 
 
 @each_mode
