@@ -64,6 +64,7 @@ SET_HERE = "init_from overwrite stop_at eval_only seed residual_mode recompute".
 DEFAULTS = Settings(TrainConfig, GPTConfig).as_dict()
 SAME_KEYS = [key for key in DEFAULTS if key not in RUNTIME_KEYS and key != "dataset"]
 SAME_KEYS += ["epochs", "max_steps", "eval_every", "dtype"]
+STUDENT = 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26  # standard errors in 95 %, for 2, 3 … 10 pairs
 MEASURED_STEPS, MEASURED_ROUNDS = 8, 3
 
 
@@ -289,13 +290,14 @@ def mean_sd(values):
 
 
 def difference(records, baseline, key):
-    """To the baseline, paired by seed, with its standard error; noise is less than two of these, or a single pair."""
+    """To the baseline, paired by seed, with its standard error; noise if the 95 % interval holds 0, or a single pair."""
     pairs = [record[key] - baseline[record["seed"]][key] for record in records if record["seed"] in baseline]
     if not pairs or records[0]["row"] == "baseline":
         return None
     mean, sd = mean_sd(pairs)
     error = None if sd is None else sd / math.sqrt(len(pairs))
-    return {"mean": mean, "error": error, "pairs": len(pairs), "noise": error is None or abs(mean) < 2 * error}
+    noise = error is None or abs(mean) <= STUDENT[min(len(pairs), len(STUDENT) + 1) - 2] * error
+    return {"mean": mean, "error": error, "pairs": len(pairs), "noise": noise}
 
 
 def summarize(records, speeds):
@@ -382,8 +384,8 @@ tokens a run in batches of {one["batch_tokens"]:,}, learning rate {one["learning
 Losses are validation losses in nats, last and best of a run: mean ± standard deviation over seeds; perplexity and \
 accuracy are of the last. FLOPs/token (forward), training FLOPs and tokens/s are relative to the baseline; tokens/s \
 and the process's peak memory are measured one run at a time (`--measure=True`). Δ is the difference to the baseline, \
-paired by seed (the same data in the same order) ± its standard error; ≈ marks noise: less than two standard errors, \
-or a single seed.
+paired by seed (the same data in the same order) ± its standard error; ≈ marks noise: the 95 % interval of Student's t \
+holds zero (with 3 seeds it reaches 4.3 standard errors to each side), or a single seed.
 
 ![validation loss against tokens](loss_tokens.png)
 ![validation loss against training FLOPs](loss_flops.png)

@@ -204,8 +204,8 @@ def test_arithmetic_of_the_table():
             record("baseline", 3, 2.4, 2.3, accuracy=0.6),
             record("longer", 1, 1.5, 1.4, tokens=4500),
             record("method3_2", 1, 1.9, 1.9, flops=450),
-            record("method3_2", 2, 2.0, 2.1, flops=450),
-            record("method3_2", 3, 2.1, 2.4, flops=450),
+            record("method3_2", 2, 2.05, 2.1, flops=450),
+            record("method3_2", 3, 2.3, 2.4, flops=450),
             record("method3_2", 9, 7.0, 7.0, flops=450),  # no baseline has this seed: it is in no pair
         ],
         {"method3_2": speed, "baseline": speed | {"settings": {"learning_rate": 0.2}}},
@@ -217,9 +217,9 @@ def test_arithmetic_of_the_table():
     assert baseline["perplexity"][0] == pytest.approx((7.38906 + 9.02501 + 11.02318) / 3, rel=1e-5)
     assert baseline["difference"] is None and baseline["memory"] is None  # measured with another learning rate
 
-    # differences -0.1, -0.2, -0.3: mean -0.2, deviation 0.1, standard error 0.1/√3
-    assert method["difference"]["mean"] == pytest.approx(-0.2)
-    assert method["difference"]["error"] == pytest.approx(0.0577350)
+    # differences -0.1, -0.15, -0.1: mean -0.1167, deviation 0.0289, standard error 0.0167
+    assert method["difference"]["mean"] == pytest.approx(-0.35 / 3)
+    assert method["difference"]["error"] == pytest.approx(0.05 / 3)
     assert method["difference"]["pairs"] == 3 and not method["difference"]["noise"]
     # 0, 0, 0.1: mean 0.0333, deviation 0.0577, standard error 0.0333
     assert method["best_difference"]["mean"] == pytest.approx(0.1 / 3)
@@ -232,10 +232,22 @@ def test_arithmetic_of_the_table():
     assert longer["difference"] == {"mean": -0.5, "error": None, "pairs": 1, "noise": True}
 
     cells = dict(zip(compare.HEADER, compare.table_row(method), strict=True))
-    assert cells["Δ loss"] == "-0.2000 ± 0.0577" and cells["Δ best loss"] == "≈ +0.0333 ± 0.0333"
+    assert cells["Δ loss"] == "-0.1167 ± 0.0167" and cells["Δ best loss"] == "≈ +0.0333 ± 0.0333"
     assert (cells["FLOPs/token"], cells["tokens/s"], cells["peak MB"]) == ("4.50", "0.25", "3")
     cells = dict(zip(compare.HEADER, compare.table_row(longer), strict=True))
     assert (cells["loss"], cells["Δ loss"], cells["tokens/s"]) == ("1.5000", "≈ -0.5000", "–")
+
+
+@pytest.mark.parametrize("pairs, errors", [(2, 12.706), (3, 4.303), (5, 2.776), (10, 2.262), (40, 2.262)])
+def test_noise_is_what_a_student_t_test_calls_so(pairs, errors):
+    """errors: the two-sided 95 % quantile of t with pairs - 1 degrees of freedom; beyond 10 pairs that of 10."""
+    deviations = np.linspace(-1, 1, pairs)
+    standard_error = deviations.std(ddof=1) / math.sqrt(pairs)
+    baseline = {seed: {"loss": 0.0} for seed in range(pairs)}
+    for factor, noise in ((0.99, True), (1.01, False)):
+        losses = deviations - factor * errors * standard_error
+        records = [{"row": "method1", "seed": seed, "loss": loss} for seed, loss in enumerate(losses)]
+        assert compare.difference(records, baseline, "loss")["noise"] == noise
 
 
 def test_controls_match_method3_2(tmp_path):
