@@ -290,7 +290,7 @@ def mean_sd(values):
 
 
 def difference(records, baseline, key):
-    """To the baseline, paired by seed, with its standard error; noise if the 95 % interval holds 0, or a single pair."""
+    """To the baseline, paired by seed, with its standard error; noise if the 95 % interval holds 0 or for one pair."""
     pairs = [record[key] - baseline[record["seed"]][key] for record in records if record["seed"] in baseline]
     if not pairs or records[0]["row"] == "baseline":
         return None
