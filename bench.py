@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from configurator import UserError, run_main
 from model import GPT, GPTConfig, ResidualMode
-from train import ROOT, Blocks, write_json
+from train import ROOT, Blocks, keep_freed_memory, write_json
 
 # the model of the notes
 NOTES = {
@@ -382,6 +382,7 @@ def main():
     arguments = sys.argv[1:]
     if arguments[:1] == ["--measure"]:
         name, values = json.loads(arguments[1])
+        keep_freed_memory()  # as training does
         print(json.dumps(MEASUREMENTS[name](**values)))
         return
     for name in arguments:

@@ -8,6 +8,7 @@ The same command again continues the run. `--help` lists the keys.
 """
 
 import contextlib
+import ctypes
 import datetime
 import errno
 import fcntl
@@ -147,6 +148,18 @@ def pick_device(name, local_rank=0):
     return device
 
 
+def keep_freed_memory():
+    """
+    Linux's C library hands freed memory back to the system, only to get it again in the next step, zeroed page by page:
+    a tenth of a method3_2 step. The peak is the same.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other systems have no such function
+    if mallopt:
+        trim_threshold, mmap_threshold, never = -1, -3, 2**31 - 1
+        mallopt(trim_threshold, never)
+        mallopt(mmap_threshold, never)
+
+
 class Machine:
     """This process among the others, its device and number format."""
 
@@ -156,6 +169,8 @@ class Machine:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             torch.set_float32_matmul_precision("high")  # TF32
+        elif self.device.type == "cpu":
+            keep_freed_memory()
         bf16 = self.device.type == "cuda" and torch.cuda.is_bf16_supported()
         dtype = settings.dtype or ("bfloat16" if bf16 else "float16" if self.device.type == "cuda" else "float32")
         if dtype not in ("bfloat16", "float16", "float32"):
