@@ -389,19 +389,18 @@ class ChunkedLoss(torch.autograd.Function):
     def forward(ctx, x, weight, targets, dtype):  # (N, C), (V, C), (N,); target -1: not counted
         total, dx, dweight = 0.0, torch.empty_like(x), torch.zeros_like(weight)
         weight, low = weight.to(dtype), x.to(dtype)  # what autocast would do
-        ignored = (targets == -1).unsqueeze(1)
+        targets, ignored = without_ignored(targets)
         counted = low.masked_fill(ignored, 0)
         for rows, logits in logit_chunks(low, weight):
             losses, p = score_rows(logits, targets[rows])
-            total += losses.sum()
-            right = targets[rows].clamp(min=0).unsqueeze(1)
-            dlogits = p.scatter_add_(1, right, -torch.ones_like(p[:, :1])).to(dtype)
+            total += losses.masked_fill(ignored[rows], 0).sum()
+            dlogits = p.scatter_add_(1, targets[rows], -torch.ones_like(losses)).to(dtype)
             dx[rows] = dlogits @ weight
             if dtype == dweight.dtype:  # no second V × C tensor
                 dweight.addmm_(dlogits.T, counted[rows])
             else:
                 dweight += dlogits.T @ counted[rows]
-        count = (targets != -1).sum()
+        count = (~ignored).sum()
         ctx.save_for_backward(dx.masked_fill_(ignored, 0), dweight, count)
         return total / count
 
@@ -428,12 +427,17 @@ def logit_chunks(x, weight, numbers=2**24):
         yield slice(start, start + step), logits.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def without_ignored(targets):
+    """(N,) -> ids (N, 1) with 0 in place of -1, and where that was."""
+    ignored = (targets == -1).unsqueeze(1)
+    return targets.unsqueeze(1).masked_fill(ignored, 0), ignored
+
+
 def score_rows(logits, targets):
-    """The loss of each row, 0 for target -1, and the softmax, which takes the logits' place."""
-    best, right = logits.amax(dim=1), logits.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
+    """(n, V), (n, 1) -> the loss of each row (n, 1), and the softmax, which takes the logits' place."""
+    best, right = logits.amax(dim=1, keepdim=True), logits.gather(1, targets)
     p = torch.softmax(logits, dim=1, out=logits)
-    losses = best - p.amax(dim=1).log() - right  # log Σ exp(logits) from the best, whose p is never near 0
-    return losses.masked_fill(targets == -1, 0), p
+    return best - p.amax(dim=1, keepdim=True).log() - right, p  # Σ exp(logits) from the best, whose p is never near 0
 
 
 class GPT(nn.Module):
@@ -558,10 +562,11 @@ class GPT(nn.Module):
 
     def score_of(self, x, targets):
         """The same from the normed stream."""
-        dtype, targets, loss, hits = matmul_dtype(x), targets.flatten(), 0.0, 0
+        dtype, loss, hits = matmul_dtype(x), 0.0, 0
+        targets, ignored = without_ignored(targets.flatten())
         for rows, logits in logit_chunks(x.flatten(0, 1).to(dtype), self.lm_head.weight.to(dtype)):
-            hits += (logits.argmax(dim=1) == targets[rows]).sum()
-            loss += score_rows(logits, targets[rows])[0].sum()
+            hits += ((logits.argmax(dim=1, keepdim=True) == targets[rows]) & ~ignored[rows]).sum()
+            loss += score_rows(logits, targets[rows])[0].masked_fill(ignored[rows], 0).sum()
         return loss, hits
 
     # generation

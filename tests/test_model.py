@@ -231,6 +231,16 @@ def test_fast_rmsnorm_and_swiglu_equal_torch():
     torch.testing.assert_close(norm(x), norm(x.float()), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("target", [-2, -100, 13])  # the vocabulary has 13
+@pytest.mark.parametrize("return_logits", [True, False])
+def test_only_minus_one_is_an_ignored_target(target, return_logits):
+    model, (idx, targets) = new_model(), batch_with_gaps()
+    targets[1, 1] = target
+    for grad_enabled in (True, False):
+        with torch.set_grad_enabled(grad_enabled), pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+            model(idx, targets, return_logits=return_logits)
+
+
 def test_a_second_backward_of_the_chunked_loss_is_refused():
     """It scales its gradients in place: twice would be wrong, so it must not pass silently."""
     model = new_model()
