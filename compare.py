@@ -35,7 +35,17 @@ from configurator import Settings, UserError, configure, run_main
 from data.common import load_meta, write_file_atomically
 from model import GPTConfig, ResidualMode
 from report import draw_losses, draw_weights, markdown_table, normalized, notes_weights, read_metrics, read_run
-from train import ROOT, RUNTIME_KEYS, Machine, TrainConfig, dataset_folder, load_checkpoint, new_model, write_json
+from train import (
+    ROOT,
+    RUNTIME_KEYS,
+    Machine,
+    TrainConfig,
+    check_settings,
+    dataset_folder,
+    load_checkpoint,
+    new_model,
+    write_json,
+)
 
 
 @dataclass
@@ -52,8 +62,11 @@ class CompareConfig:
 # what a row changes in the settings; of the controls, Scale computes it
 ROWS = {mode.value: {"residual_mode": mode.value} for mode in ResidualMode}
 ROWS |= {f"{mode.value}-stored": ROWS[mode.value] | {"recompute": False} for mode in ResidualMode if mode.site}
-for _mode in ("method3_2", "method4_2"):
-    ROWS[f"{_mode}-fast"] = ROWS[_mode] | {"residual_lr_scale": 10.0}
+ROWS |= {
+    f"{mode.value}-fast": ROWS[mode.value] | {"residual_lr_scale": 10.0}
+    for mode in ResidualMode
+    if mode.weights == "learned"
+}
 ROWS |= {"deeper": None, "longer": None}
 STORED = ["method3_1-stored", "method4_1-stored", "method3_2-stored"]  # the notes' second version
 DEFAULT_ROWS = [mode.value for mode in ResidualMode] + STORED + ["method3_2-fast", "deeper", "longer"]
@@ -114,6 +127,7 @@ class Run:
         self.record = results_dir / "runs" / f"{self.name}.json"
         changes = scale.changes(row) | {"seed": seed, "out_dir": self.folder, "sample_tokens": 0}
         self.options, self.settings = scale.options(changes), scale.settings(changes)
+        check_settings(self.settings)
         self.cost = scale.flops_per_token(changes) * (self.settings.max_steps or self.settings.epochs)
 
     def check_same(self, made, where):
@@ -155,7 +169,10 @@ class Run:
 
 def threads(s):
     """Of each process; an OMP_NUM_THREADS that is set is obeyed."""
-    return int(os.environ.get("OMP_NUM_THREADS") or max(1, os.cpu_count() // (s.jobs * s.nproc)))
+    text = os.environ.get("OMP_NUM_THREADS") or str(max(1, os.cpu_count() // (s.jobs * s.nproc)))
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"the environment's OMP_NUM_THREADS must be a whole number of threads, not {text!r}")
+    return int(text)
 
 
 def start_training(options, s, slot, log):
@@ -200,11 +217,14 @@ def train_all(runs, s, failed, on_record):
     def end(run, slot, error=None):
         slots.append(slot)
         done[run] = 1.0
+        try:
+            record = None if error else run.finish()
+        except UserError as finish_error:
+            error = finish_error
         if error:
             failed[run.name] = str(error)
             bar.write(f"{run.name} failed: {error}", file=sys.stderr)
             return
-        record = run.finish()
         on_record(record)
         bar.write(f"{run.name}: validation loss {record['loss']:.4f}, best {record['best_loss']:.4f}")
 
@@ -212,6 +232,7 @@ def train_all(runs, s, failed, on_record):
         while waiting or running:
             while waiting and slots:
                 run, slot = waiting.pop(0), slots.pop()
+                failed.pop(run.name, None)  # of an earlier sitting
                 try:
                     running[run] = run.start(s, slot), slot
                 except UserError as error:
@@ -235,6 +256,8 @@ def train_all(runs, s, failed, on_record):
 
 def measure(scale, rows, seed, s, path):
     """A few steps of each row alone, in rounds and relative to the round's baseline: a machine's speed wanders."""
+    if os.getloadavg()[0] > 1:
+        print(f"warning: the machine is busy, load {os.getloadavg()[0]:.1f}: speeds will be wrong", file=sys.stderr)
     rows = list(dict.fromkeys(["baseline", *rows]))
     rates, memory = {row: [] for row in rows}, dict.fromkeys(rows, 0)
     for row in tqdm(rows * MEASURED_ROUNDS, unit="run", desc="measuring"):
@@ -251,7 +274,7 @@ def measure(scale, rows, seed, s, path):
         warm = lines[len(lines) // 4 :]
         rates[row].append(statistics.median(line["tokens_per_sec"] for line in warm))
         memory[row] = max(memory[row], lines[-1]["memory"])
-    speeds = read_speeds(path)
+    speeds = read_json(path)
     for row in rows:
         settings = scale.settings(scale.changes(row)).as_dict()
         ratios = [rate / base for rate, base in zip(rates[row], rates["baseline"], strict=True)]
@@ -265,8 +288,12 @@ def measure(scale, rows, seed, s, path):
     write_json(path, speeds)
 
 
-def read_speeds(path):
-    return json.loads(path.read_text()) if path.exists() else {}
+def read_json(path):
+    """What an earlier sitting wrote, if there was one."""
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except ValueError:
+        raise UserError(f"{path} is damaged: remove it") from None
 
 
 # --- table and pictures -----------------------------------------------------------------------------------------------
@@ -311,7 +338,7 @@ def summarize(records, speeds):
             continue
         one, speed = group[0], speeds.get(row)
         if not speed or not speed["settings"].items() <= one["settings"].items():  # none, or of another scale
-            speed = dict.fromkeys(("tokens_per_second", "relative", "memory"))
+            speed = dict.fromkeys(("tokens_per_second", "relative", "memory", "threads"))
         summary.append(
             {
                 "row": row,
@@ -324,6 +351,7 @@ def summarize(records, speeds):
                 "tokens_per_second": speed["tokens_per_second"],
                 "relative_speed": speed["relative"],
                 "memory": speed["memory"],
+                "threads": speed["threads"],
                 **{key: mean_sd([r[key] for r in group]) for key in ("loss", "best_loss", "perplexity", "accuracy")},
                 "difference": difference(group, baseline, "loss"),
                 "best_difference": difference(group, baseline, "best_loss"),
@@ -361,7 +389,7 @@ def table_row(entry):
 
 def write_table(records, failed, s, results_dir):
     """README.md and results.json."""
-    summary = summarize(records, read_speeds(results_dir / "speed.json"))
+    summary = summarize(records, read_json(results_dir / "speed.json"))
     rows, seeds = [entry["row"] for entry in summary], sorted({record["seed"] for record in records})
     own = tuple(f"--{key}=" for key in [*OWN_KEYS, "out_dir"])
     shared = [argument for argument in sys.argv[1:] if not argument.startswith(own)]
@@ -370,7 +398,9 @@ def write_table(records, failed, s, results_dir):
     table = markdown_table(HEADER, [table_row(entry) for entry in summary])
     # not the deeper one's: that says its own depth
     one = next((r for r in records if r["row"] != "deeper"), records[0])["settings"]
-    data = records[0]["data"]
+    data, codes = records[0]["data"], len({record["code"] for record in records})
+    at_threads = sorted({entry["threads"] for entry in summary if entry["threads"]})
+    threads_text = f" with {' and '.join(map(str, at_threads))} threads" if at_threads else ""
     text = f"""# {s.name}
 
 {table}
@@ -383,15 +413,17 @@ tokens a run in batches of {one["batch_tokens"]:,}, learning rate {one["learning
 
 Losses are validation losses in nats, last and best of a run: mean ± standard deviation over seeds; perplexity and \
 accuracy are of the last. FLOPs/token (forward), training FLOPs and tokens/s are relative to the baseline; tokens/s \
-and the process's peak memory are measured one run at a time (`--measure=True`). Δ is the difference to the baseline, \
-paired by seed (the same data in the same order) ± its standard error; ≈ marks noise: the 95 % interval of Student's t \
-holds zero (with 3 seeds it reaches 4.3 standard errors to each side), or a single seed.
+and the process's peak memory are measured one run at a time{threads_text} (`--measure=True`). Δ is the difference to \
+the baseline, paired by seed (the same data in the same order) ± its standard error; ≈ marks noise: the 95 % interval \
+of Student's t holds zero (with 3 seeds it reaches 4.3 standard errors to each side), or a single seed.
 
 ![validation loss against tokens](loss_tokens.png)
 ![validation loss against training FLOPs](loss_flops.png)
 ![validation loss against time](loss_time.png)
 ![learned weights in per cent](weights.png)
 """
+    if codes > 1:
+        text += f"\nThe runs were made by {codes} versions of the code: each record names its own.\n"
     if failed:
         text += "\nFailed:\n\n" + "".join(f"- {name}: {words}\n" for name, words in failed.items())
     write_file_atomically(results_dir / "README.md", text.encode())
@@ -401,7 +433,8 @@ holds zero (with 3 seeds it reaches 4.3 standard errors to each side), or a sing
 
 def draw(records, summary, results_dir):
     groups = {entry["row"]: [r for r in records if r["row"] == entry["row"]] for entry in summary}
-    speeds = {entry["row"]: entry["tokens_per_second"] for entry in summary}
+    base = next((entry["tokens_per_second"] for entry in summary if entry["row"] == "baseline"), None)
+    speeds = {entry["row"]: base and entry["relative_speed"] and base * entry["relative_speed"] for entry in summary}
 
     def draw_against(key, label, path, rows=tuple(groups), x_unit=lambda row: 1.0):
         curves = []
@@ -444,33 +477,44 @@ def main():
         if row not in ROWS:
             raise UserError(f"modes: {row!r} is not known: choose from {', '.join(ROWS)}")
     s.name = s.name or "-".join(Path(file).stem for file in s.files) or "default"
-    if Path(s.name).name != s.name:
+    if Path(s.name).name != s.name or s.name in ("", ".."):
         raise UserError(f"name {s.name!r} must be a plain folder name; --results_dir and --out_dir choose places")
     results_dir = Path(s.results_dir or ROOT / "results" / s.name)
     out_dir = Path(s.out_dir or ROOT / "out" / "compare" / s.name)
     scale = Scale(s)
     records = read_records(scale, results_dir)
     runs = [Run(scale, row, seed, out_dir, results_dir) for seed in seeds for row in rows]  # whole seeds first
+    if (results_dir / "README.md").exists() and not (results_dir / "results.json").exists():
+        raise UserError(f"{results_dir} holds a README.md that is not compare.py's: choose another results_dir")
     for folder in (results_dir / "runs", out_dir):
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{folder} cannot be made: {error.strerror}") from None
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as orderly as Ctrl-C
 
-    failed, missing = {}, [run for run in runs if not run.record.exists()]
+    missing = [run for run in runs if not run.record.exists()]
+    failed = read_json(results_dir / "results.json").get("failed", {})
+    failed = {name: words for name, words in failed.items() if not (results_dir / f"runs/{name}.json").exists()}
 
-    def on_record(record):  # an interrupted comparison has a table, too
+    def show_results():
+        summary, table = write_table(records, failed, s, results_dir)
+        draw(records, summary, results_dir)
+        return table
+
+    def on_record(record):  # an interrupted comparison has its table and pictures, too
         records.append(record)
-        write_table(records, failed, s, results_dir)
+        show_results()
 
     if s.measure:
         measure(scale, rows, seeds[0], s, results_dir / "speed.json")
     elif missing:
         train_all(missing, s, failed, on_record)
     if records:
-        summary, table = write_table(records, failed, s, results_dir)
-        draw(records, summary, results_dir)
-        print(f"{table}\n\n{results_dir}/README.md")
-    if failed:
-        raise UserError(f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}", status=1)
+        print(f"{show_results()}\n\n{results_dir}/README.md")
+    now_failed = [run.name for run in missing if run.name in failed]
+    if now_failed and not s.measure:
+        raise UserError(f"{len(now_failed)} of {len(runs)} runs failed: {', '.join(now_failed)}", status=1)
 
 
 if __name__ == "__main__":

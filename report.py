@@ -7,6 +7,7 @@ Prints their metrics and learned residual weights. Draws loss.png and residual_w
 for several runs, their validation losses together into the loss.png beside the first folder.
 """
 
+import itertools
 import json
 import statistics
 import sys
@@ -20,18 +21,12 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import EngFormatter
 
 from configurator import UserError, run_main
+from model import ResidualMode
 from train import load_checkpoint, residual_report, residual_text
 
 # Okabe and Ito's colours, which colour-blind people can tell apart; the variants of a mode differ in their line
-COLOURS = {
-    "baseline": "#000000",
-    "method1": "#E69F00",
-    "method2": "#56B4E9",
-    "method3_1": "#009E73",
-    "method3_2": "#D55E00",
-    "method4_1": "#CC79A7",
-    "method4_2": "#0072B2",
-}
+PALETTE = "#000000 #E69F00 #56B4E9 #009E73 #D55E00 #CC79A7 #0072B2 #F0E442 #999999".split()
+COLOURS = dict(zip((mode.value for mode in ResidualMode), itertools.cycle(PALETTE), strict=False))
 LINES = {"stored": "--", "fast": ":", "deeper": "--", "longer": ":"}
 WIDTH, DPI = 9.2, 150  # inches and dots: 1380 pixels
 
@@ -57,9 +52,12 @@ NOTES_RAW = [
 def read_metrics(folder):
     path = Path(folder) / "metrics.jsonl"
     try:
-        return [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
+    if not all(isinstance(line, dict) and "step" in line for line in lines):
+        raise UserError(f"{path} is damaged: it has a line without a step")
+    return lines
 
 
 def read_run(folder):
@@ -71,7 +69,7 @@ def read_run(folder):
     model, config = checkpoint["model"], checkpoint["model"].config
     lines = [line for line in read_metrics(folder) if line["step"] <= checkpoint["step"]]
     steps, evals = ([line for line in lines if key in line] for key in ("loss", "eval_loss"))
-    if not evals:
+    if not (evals and steps):
         raise UserError(f"the run in {folder} has not been evaluated yet: let it go on")
     flops = model.flops_per_token(config.block_size)
     return {
@@ -152,13 +150,11 @@ def draw_losses(curves, x_label, path):
     figure, axes = new_axes(x_label, "validation loss")
     means = [np.mean(losses, axis=0) for _, _, _, losses in curves]
     for (_, row, x, losses), mean in zip(curves, means, strict=True):
-        marker = "." if len(x) == 1 else None
+        marker = "." if len(x) < 20 else None
         axes.plot(x, mean, linewidth=1.5, marker=marker, **style(row))
         if len(losses) > 1:
             deviation = np.std(losses, axis=0, ddof=1)
-            axes.fill_between(
-                x, mean - deviation, mean + deviation, color=style(row)["color"], alpha=0.4 / len(curves), linewidth=0
-            )
+            axes.fill_between(x, mean - deviation, mean + deviation, color=style(row)["color"], alpha=0.12, linewidth=0)
     # the steep beginning, the same for all, would press the rest together
     low, high = min(mean.min() for mean in means), max(mean[len(mean) // 4] for mean in means)
     margin = 0.05 * (high - low) or 0.01
@@ -196,8 +192,12 @@ def spread(places, gap):
             if wish / k - first / n >= gap * n:
                 break
             groups[-2:] = [[first + wish - k * n * gap, n + k]]
-    starts = [(max(0.0, min(total / n, 1 - gap * (n - 1))), n) for total, n in groups]
-    return [start + gap * i for start, n in starts for i in range(n)]
+    places = [total / n + gap * i for total, n in groups for i in range(n)]
+    for i, place in enumerate(places):  # what stood below 0 pushes the others up
+        places[i] = max(place, places[i - 1] + gap if i else 0.0)
+    for i in reversed(range(len(places))):  # and what then stands above 1 pushes them down
+        places[i] = min(places[i], places[i + 1] - gap if i + 1 < len(places) else 1.0)
+    return places
 
 
 def draw_run(run, path):

@@ -84,6 +84,8 @@ def sittings(tmp_path_factory):
     process = command(*args, "--jobs=2")
     _, seen.stderr2 = process.communicate(timeout=120)
     seen.status2, seen.records2 = process.returncode, records(folder)
+    with pytest.MonkeyPatch.context() as monkeypatch, contextlib.redirect_stdout(io.StringIO()):
+        main(monkeypatch, compare, *arguments(folder, modes="baseline"))  # nothing to do, and the failure stays known
     seen.readme2 = (folder / "results/README.md").read_text()
 
     (out / "method3_2-seed2").unlink()
@@ -171,10 +173,18 @@ def test_mistakes_end_with_a_sentence(tmp_path, monkeypatch):
         ({"learning_rat": 3}, "did you mean learning_rate"),
         ({"name": "../x"}, "plain folder name"),
         ({"norm": "batchnorm"}, "method3_2: .*batchnorm cannot be re-run"),
+        ({"name": ".."}, "plain folder name"),
+        ({"epochs": 0, "max_steps": None}, "epochs must be more than 0"),
+        ({"seeds": "-1"}, "seed must not be negative"),
+        ({"results_dir": compare.ROOT}, "holds a README.md that is not compare.py's"),
+        ({"results_dir": compare.ROOT / "LICENSE"}, "cannot be made: Not a directory"),
     ]:
         with pytest.raises(UserError, match=words):
             main(monkeypatch, compare, *arguments(tmp_path, **change))
     assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("OMP_NUM_THREADS", "two")
+    with pytest.raises(UserError, match="whole number of threads, not 'two'"):
+        compare.threads(SimpleNamespace(jobs=1, nproc=1))
 
 
 # the table by hand
@@ -196,7 +206,13 @@ def record(row, seed, loss, best_loss, accuracy=0.5, flops=100, tokens=1000, n_l
 
 
 def test_arithmetic_of_the_table():
-    speed = {"tokens_per_second": 50.0, "relative": 0.25, "memory": 3 * 2**20, "settings": {"learning_rate": 0.1}}
+    speed = {
+        "tokens_per_second": 50.0,
+        "relative": 0.25,
+        "memory": 3 * 2**20,
+        "threads": 2,
+        "settings": {"learning_rate": 0.1},
+    }
     entries = summarize(
         [
             record("baseline", 1, 2.0, 1.9, accuracy=0.4),
@@ -348,3 +364,6 @@ def test_labels_are_moved_apart():
     assert np.diff(places).min() >= 0.05 - 1e-9 and places[0] >= 0 and places[-1] <= 1
     assert places[3] == pytest.approx((0.5 + 0.52 + 0.53) / 3)  # a crowd spreads around its middle
     assert report.spread([0.2, 0.8], gap=0.05) == [0.2, 0.8]
+    for wishes in ([0.0, 0.01, 0.02, 0.12], [0.1] * 12 + [0.45], [0.9, 0.98, 0.99, 1.0], [0.5] * 20):  # at the edges
+        places = report.spread(wishes, gap=0.05)
+        assert np.diff(places).min() >= 0.05 - 1e-9 and places[0] >= -1e-9 and places[-1] <= 1 + 1e-9
