@@ -12,6 +12,7 @@ memory is its own. Prints tables and writes results/bench.json.
 import itertools
 import json
 import os
+import platform
 import resource
 import statistics
 import subprocess
@@ -26,7 +27,7 @@ from tqdm import tqdm
 
 from configurator import UserError, run_main
 from model import GPT, GPTConfig, ResidualMode
-from train import ROOT, Blocks, keep_freed_memory, write_json
+from train import ROOT, Blocks, code_hash, keep_freed_memory, write_json
 
 # the model of the notes
 NOTES = {
@@ -129,6 +130,7 @@ def measure_gpt2(repeats=REPEATS):
         "ours": statistics.median(ours for ours, _ in times),
         "stock": statistics.median(stock for _, stock in times),
         "ratio": statistics.median(ours / stock for ours, stock in times),
+        "ratios": sorted(ours / stock for ours, stock in times),
     }
 
 
@@ -168,26 +170,31 @@ class StockGPT2(nn.Module):
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def measure_generate(mode, context=512, new=32):
+def measure_generate(config, context, new=32, repeats=3):
     """Tokens per second behind a context, with and without the cache, and the cache's size."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(**LLAMA_12, residual_mode=mode)).eval()
+    model = GPT(GPTConfig(**config)).eval()
     prompt, _ = random_batch(model.config, 1, context)
 
-    def rate(tokens, use_cache):
-        stream = model.stream(prompt, tokens + 1, temperature=0, use_cache=use_cache)
-        next(stream)  # the first token pays for the context
-        return tokens / seconds_of(lambda: list(stream))
+    def rates(tokens, use_cache):
+        for _ in range(repeats):
+            stream = model.stream(prompt, tokens + 1, temperature=0, use_cache=use_cache)
+            next(stream)  # the first token pays for the context
+            yield tokens / seconds_of(lambda stream=stream: list(stream))
 
-    cached, uncached = [rate(new, True) for _ in range(3)], rate(2, False)
+    cached, uncached = sorted(rates(new, True)), statistics.median(rates(1, False))
     cache = model.new_cache(1, context)
     with torch.no_grad():
         model(prompt, cache=cache)
     return {
         "cached": statistics.median(cached),
+        "slowest": cached[0],
+        "fastest": cached[-1],
         "uncached": uncached,
         "ratio": statistics.median(cached) / uncached,
+        "limit": matmul_rate() / model.flops_per_token(2 * context),  # this token sees the whole context
         "cache_bytes": cache.nbytes(),
+        "peak_bytes": peak_bytes(),
     }
 
 
@@ -261,62 +268,83 @@ def print_table(title, header, rows):
         print("| " + " | ".join(f"{cell!s:{width}}" for cell, width in zip(row, widths, strict=True)) + " |")
 
 
-STEP_HEADER = ["", "s", "fastest–slowest", "tokens/s", "limit s", "part of limit", "peak GB", "first s"]
+STEP_HEADER = ["", "s", "fastest–slowest", "× baseline", "tokens/s", "limit s", "part of limit", "peak GB"]
+STEP_HEADER += ["× baseline", "first s"]
 
 
-def step_row(name, r):
-    spread = f"{r['fastest']:.2f}–{r['slowest']:.2f}"
-    numbers = [f"{r['tokens_per_second']:,.0f}", f"{r['limit']:.2f}", f"{r['part']:.2f}"]
-    return [name, f"{r['seconds']:.2f}", spread, *numbers, f"{r['peak_bytes'] / 1e9:.2f}", f"{r['first']:.1f}"]
+def step_row(case, results):
+    r, base = results[case], results["baseline", case[1], "eager"]
+    return [
+        f"{case[0]}, {case[1]}{'' if case[2] == 'eager' else f', {case[2]}'}",
+        f"{r['seconds']:.2f}",
+        f"{r['fastest']:.2f}–{r['slowest']:.2f}",
+        f"{r['seconds'] / base['seconds']:.2f}",
+        f"{r['tokens_per_second']:,.0f}",
+        f"{r['limit']:.2f}",
+        f"{r['part']:.2f}",
+        f"{r['peak_bytes'] / 1e9:.2f}",
+        f"{r['peak_bytes'] / base['peak_bytes']:.2f}",
+        f"{r['first']:.1f}",
+    ]
 
 
 def step_table(title, cases):
-    """cases: name -> arguments of measure_step."""
-    progress = tqdm(cases.items(), unit="case", leave=False)
-    results = {name: in_own_process(measure_step, **arguments) for name, arguments in progress}
-    print_table(title, STEP_HEADER, [step_row(name, result) for name, result in results.items()])
-    return results
+    """
+    cases: (mode, shape, variant) -> arguments of measure_step besides the variant's own. Relative figures are to the
+    eager baseline of the same shape.
+    """
+    results = {}
+    for case in tqdm(cases, unit="case", leave=False):
+        mode, _, variant = case
+        arguments = cases[case] | {"checkpoint": variant == "checkpointed", "compile": variant == "compiled"}
+        arguments["config"] = arguments["config"] | {"residual_mode": mode}
+        results[case] = in_own_process(measure_step, **arguments)
+    print_table(title, STEP_HEADER, [step_row(case, results) for case in results])
+    return {", ".join(case): result for case, result in results.items()}
+
+
+LEARNED = ("baseline", "method3_2", "method4_2")  # one mode of each site stands for the others
 
 
 def modes():
     cases = {}
     for mode in ResidualMode:
-        config = NOTES | {"residual_mode": mode.value}
-        cases[f"{mode.value} train"] = {"config": config, "what": "train"}
+        cases[mode.value, "train", "eager"] = {"config": NOTES, "what": "train"}
         if mode.site:
-            name = f"{mode.value} train, checkpointed"
-            cases[name] = {"config": config, "what": "train", "checkpoint": True, "repeats": 3}
-        cases[f"{mode.value} eval"] = {"config": config, "what": "eval"}
+            cases[mode.value, "train", "checkpointed"] = {"config": NOTES, "what": "train", "repeats": 3}
+        cases[mode.value, "eval", "eager"] = {"config": NOTES, "what": "eval"}
     return step_table("8 layers × 512, FFN 1024, vocabulary 32,000, length 2048, batch 1, float32", cases)
 
 
 def depth():
     cases = {}
     for n_layer in (4, 8, 16):
-        for mode, checkpoint in (("baseline", False), ("method3_2", False), ("method3_2", True), ("method4_2", True)):
-            name = f"{mode}{', checkpointed' * checkpoint}, {n_layer} layers"
-            config = NOTES | {"n_layer": n_layer, "residual_mode": mode}
-            cases[name] = {"config": config, "what": "train", "checkpoint": checkpoint, "repeats": 2}
-    return step_table("The same shape at 4, 8 and 16 layers, training step", cases)
+        for mode in LEARNED:
+            for what in ("train", "eval"):
+                arguments = {"config": NOTES | {"n_layer": n_layer}, "what": what, "repeats": 2}
+                cases[mode, f"{n_layer} layers {what}", "eager"] = arguments
+                if mode != "baseline" and what == "train":
+                    cases[mode, f"{n_layer} layers {what}", "checkpointed"] = arguments
+    return step_table("The same shape at 4, 8 and 16 layers", cases)
 
 
 def length():
-    cases = {
-        f"{mode}, length {block_size}": {
-            "config": NOTES | {"block_size": block_size, "residual_mode": mode},
-            "what": "train",
-            "batch": 2048 // block_size,
-            "repeats": 3,
-        }
-        for block_size in (512, 1024, 2048)
-        for mode in ("baseline", "method3_2", "method4_2")
-    }
-    return step_table("The same shape, 2048 tokens as sequences of 512, 1024 and 2048, training step", cases)
+    cases = {}
+    for block_size in (512, 1024, 2048):
+        for mode in LEARNED:
+            for what in ("train", "eval"):
+                config, batch = NOTES | {"block_size": block_size}, 2048 // block_size
+                arguments = {"config": config, "what": what, "batch": batch, "repeats": 3}
+                cases[mode, f"length {block_size} {what}", "eager"] = arguments
+    return step_table("The same shape, 2048 tokens as sequences of 512, 1024 and 2048", cases)
 
 
 def vocabulary():
     cases = {
-        f"baseline, vocabulary {vocab_size:,}": {"config": NOTES | {"vocab_size": vocab_size}, "what": "train"}
+        ("baseline", f"vocabulary {vocab_size:,}", "eager"): {
+            "config": NOTES | {"vocab_size": vocab_size},
+            "what": "train",
+        }
         for vocab_size in (8192, 32000, 50304)
     }
     return step_table("The same shape with other vocabularies, training step", cases)
@@ -324,14 +352,9 @@ def vocabulary():
 
 def compiled():
     cases = {
-        f"{mode.value}, {name}": {
-            "config": LLAMA_12 | {"residual_mode": mode.value},
-            "what": "train",
-            "compile": name == "compiled",
-            "repeats": 3,
-        }
+        (mode.value, "train", variant): {"config": LLAMA_12, "what": "train", "repeats": 3}
         for mode in ResidualMode
-        for name in ("eager", "compiled")
+        for variant in ("eager", "compiled")
     }
     return step_table("torch.compile: 12 layers × 384, length 1024, training step", cases)
 
@@ -340,25 +363,46 @@ def gpt2():
     result = in_own_process(measure_gpt2)
     print_table(
         "GPT-2 form, 12 layers × 384, length 512, vocabulary 8192, batch 4: seconds of a training step",
-        ["this repository", "stock torch modules", "ratio"],
-        [[f"{result['ours']:.3f}", f"{result['stock']:.3f}", f"{result['ratio']:.3f}"]],
+        ["this repository", "stock torch modules", "ratio", "smallest–largest"],
+        [
+            [
+                f"{result['ours']:.3f}",
+                f"{result['stock']:.3f}",
+                f"{result['ratio']:.3f}",
+                f"{result['ratios'][0]:.3f}–{result['ratios'][-1]:.3f}",
+            ]
+        ],
     )
     return result
 
 
 def generate():
-    results = {mode.value: in_own_process(measure_generate, mode=mode.value) for mode in ResidualMode}
-    results["transformers"] = in_own_process(measure_transformers)
+    cases = {(mode.value, 12, 512): None for mode in ResidualMode}
+    for mode in ("baseline", "method3_2", "method4_2"):
+        cases |= {(mode, n_layer, 512): None for n_layer in (4, 8, 16)}
+        cases |= {(mode, 12, context): None for context in (128, 992)}
+    for mode, n_layer, context in tqdm(cases, unit="case", leave=False):
+        config = LLAMA_12 | {"n_layer": n_layer, "residual_mode": mode}
+        cases[mode, n_layer, context] = in_own_process(measure_generate, config=config, context=context)
     print_table(
-        "Generation: 12 layers × 384, vocabulary 8192, behind 512 tokens, batch 1",
-        ["", "tokens/s cached", "uncached", "ratio", "cache MB"],
+        "Generation: layers × 384, vocabulary 8192, behind a context, batch 1; tokens/s",
+        ["", "layers", "context", "cached", "slowest–fastest", "limit", "uncached", "ratio", "cache MB", "peak GB"],
         [
-            [m, f"{r['cached']:.1f}", f"{r['uncached']:.2f}", f"{r['ratio']:.0f}", f"{r['cache_bytes'] / 1e6:.1f}"]
-            for m, r in results.items()
-            if m != "transformers"
+            [
+                *case,
+                f"{r['cached']:.1f}",
+                f"{r['slowest']:.1f}–{r['fastest']:.1f}",
+                f"{r['limit']:,.0f}",
+                f"{r['uncached']:.2f}",
+                f"{r['ratio']:.0f}",
+                f"{r['cache_bytes'] / 1e6:.1f}",
+                f"{r['peak_bytes'] / 1e9:.2f}",
+            ]
+            for case, r in cases.items()
         ],
     )
-    r = results["transformers"]
+    results = {f"{mode}, {n_layer} layers, context {context}": r for (mode, n_layer, context), r in cases.items()}
+    r = results["transformers"] = in_own_process(measure_transformers)
     print_table(
         "The same Llama, 512 tokens and 64 new ones, greedy: tokens/s",
         ["this repository", "transformers", "ratio"],
@@ -392,7 +436,14 @@ def main():
     path.parent.mkdir(exist_ok=True)
     results = json.loads(path.read_text()) if path.exists() else {}
     for name in arguments or SECTIONS:
-        results[name] = SECTIONS[name]()
+        about = {
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "code": code_hash(),
+        }
+        results[name] = {"about": about, "measured": SECTIONS[name]()}
         write_json(path, results)
 
 

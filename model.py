@@ -126,18 +126,19 @@ def checked_type(name, value, expected):
 # Norms: all take and return (B, T, C)
 
 
-class GroupNorm(nn.GroupNorm):
-    """Each token on its own: groups of channels, never of time steps."""
+class TokenRows:
+    """Torch's norms of (N, C): each token is a row."""
 
     def forward(self, x):
         return super().forward(x.flatten(0, 1)).view_as(x)
 
 
-class BatchNorm(nn.BatchNorm1d):
+class GroupNorm(TokenRows, nn.GroupNorm):
+    """Groups of channels, never of time steps."""
+
+
+class BatchNorm(TokenRows, nn.BatchNorm1d):
     """Statistics over all tokens of the batch in training, so a token sees the future there; running ones in eval."""
-
-    def forward(self, x):
-        return super().forward(x.flatten(0, 1)).view_as(x)
 
 
 class FewPassRMSNorm(torch.autograd.Function):
@@ -325,7 +326,7 @@ class Block(nn.Module):
     def add_mlp(self, y, f):
         return y + f if self.norm_first else self.norm2(self.alpha * y + f)
 
-    def rerun(self, site, weight, x, qk, mask=None, memory=None):
+    def rerun(self, site, weight, x, qk, mask, memory):
         """weight·o, where o is this layer's output on a later layer's input x with the kept attention weights."""
         o, _ = self.attend(x, mask=mask, qk=qk, memory=memory)
         if site == "mlp":
@@ -565,6 +566,7 @@ class GPT(nn.Module):
         dtype, loss, hits = matmul_dtype(x), 0.0, 0
         targets, ignored = without_ignored(targets.flatten())
         for rows, logits in logit_chunks(x.flatten(0, 1).to(dtype), self.lm_head.weight.to(dtype)):
+            # hits first: score_rows overwrites the logits
             hits += ((logits.argmax(dim=1, keepdim=True) == targets[rows]) & ~ignored[rows]).sum()
             loss += score_rows(logits, targets[rows])[0].masked_fill(ignored[rows], 0).sum()
         return loss, hits
@@ -648,7 +650,7 @@ class GPT(nn.Module):
     def flops_per_token(self, seq_len):
         """
         Matrix-multiply FLOPs of a forward pass as executed, re-runs and their QKᵀ included; a token attends to
-        (seq_len + 1)/2 others on average. A training step is three times that.
+        (seq_len + 1)/2 tokens on average. A training step is three times that.
         """
         c = self.config
         block = self.h[0]

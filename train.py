@@ -154,10 +154,9 @@ def keep_freed_memory():
     a tenth of a method3_2 step. The peak is the same.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other systems have no such function
-    if mallopt:
-        trim_threshold, mmap_threshold, never = -1, -3, 2**31 - 1
+    trim_threshold, mmap_threshold, never = -1, -3, 2**31 - 1
+    if mallopt and mallopt(mmap_threshold, never):  # an old one may refuse: then all stays as it is
         mallopt(trim_threshold, never)
-        mallopt(mmap_threshold, never)
 
 
 class Machine:
