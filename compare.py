@@ -477,7 +477,7 @@ def main():
         if row not in ROWS:
             raise UserError(f"modes: {row!r} is not known: choose from {', '.join(ROWS)}")
     s.name = s.name or "-".join(Path(file).stem for file in s.files) or "default"
-    if Path(s.name).name != s.name or s.name in ("", ".."):
+    if Path(s.name).name != s.name or s.name == "..":
         raise UserError(f"name {s.name!r} must be a plain folder name; --results_dir and --out_dir choose places")
     results_dir = Path(s.results_dir or ROOT / "results" / s.name)
     out_dir = Path(s.out_dir or ROOT / "out" / "compare" / s.name)

@@ -409,7 +409,7 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx, grad):
         dx, dweight, count = ctx.saved_tensors
         scale = grad / count  # here and not above, so that float16 gradients do not underflow
-        return dx.mul_(scale), dweight.mul_(scale), None, None  # in place: backward goes through here once
+        return dx.mul_(scale), dweight.mul_(scale), None, None  # in place: torch refuses a second backward
 
 
 def matmul_dtype(x):
@@ -438,7 +438,7 @@ def score_rows(logits, targets):
     """(n, V), (n, 1) -> the loss of each row (n, 1), and the softmax, which takes the logits' place."""
     best, right = logits.amax(dim=1, keepdim=True), logits.gather(1, targets)
     p = torch.softmax(logits, dim=1, out=logits)
-    return best - p.amax(dim=1, keepdim=True).log() - right, p  # Σ exp(logits) from the best, whose p is never near 0
+    return best - p.amax(dim=1, keepdim=True).log() - right, p  # log Σ exp from the best, whose p is never near 0
 
 
 class GPT(nn.Module):
@@ -539,10 +539,8 @@ class GPT(nn.Module):
         end = start + idx.size(1)
         limit = cache.length if cache else self.config.block_size
         refuse(end > limit, f"{end} tokens do not fit into {'the cache' if cache else 'block_size'}={limit}")
-        refuse(
-            cache and cache.batch != len(idx),
-            f"a batch of {len(idx)} does not fit to the cache's {cache and cache.batch}",
-        )
+        if cache:
+            refuse(cache.batch != len(idx), f"a batch of {len(idx)} does not fit to the cache's {cache.batch}")
         positions = torch.arange(start, end, device=idx.device)
         x, rope, mask = self.wte(idx), None, None
         if self.wpe is not None:

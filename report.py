@@ -70,7 +70,7 @@ def read_run(folder):
     lines = [line for line in read_metrics(folder) if line["step"] <= checkpoint["step"]]
     steps, evals = ([line for line in lines if key in line] for key in ("loss", "eval_loss"))
     if not (evals and steps):
-        raise UserError(f"the run in {folder} has not been evaluated yet: let it go on")
+        raise UserError(f"the run in {folder} has not been logged and evaluated yet: let it go on")
     flops = model.flops_per_token(config.block_size)
     return {
         "row": config.residual_mode + "-stored" * (config.mode.site is not None and not config.recompute),
