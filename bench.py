@@ -1,5 +1,5 @@
 """
-Speed and memory on this machine, each figure beside its limit:
+Speed and memory on this machine's CPU, each figure beside its limit:
 
     python bench.py                   # everything
     python bench.py modes generate    # some sections
@@ -9,11 +9,11 @@ matrix multiplication, measured between the steps. Every configuration runs in a
 memory is its own. Prints tables and writes results/bench.json.
 """
 
+import importlib.util
 import itertools
 import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -27,7 +27,8 @@ from tqdm import tqdm
 
 from configurator import UserError, run_main
 from model import GPT, GPTConfig, ResidualMode
-from train import ROOT, Blocks, code_hash, keep_freed_memory, write_json
+from report import markdown_table
+from train import ROOT, Blocks, code_hash, keep_freed_memory, peak_resident, write_json
 
 # the model of the notes
 NOTES = {
@@ -59,10 +60,6 @@ def matmul_rate():
     while seconds < 0.5:
         n, seconds = n + 1, seconds + seconds_of(lambda: a @ b)
     return n * 2 * 2048**3 / seconds
-
-
-def peak_bytes():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def train_step(model, optimizer, x, y):
@@ -112,7 +109,7 @@ def measure_step(config, what, batch=1, checkpoint=False, compile=False, repeats
         "gflops": statistics.median(rates) / 1e9,
         "limit": statistics.median(limits),
         "part": statistics.median(parts),
-        "peak_bytes": peak_bytes(),
+        "peak_bytes": peak_resident(),
     }
 
 
@@ -194,7 +191,7 @@ def measure_generate(config, context, new=32, repeats=3):
         "ratio": statistics.median(cached) / uncached,
         "limit": matmul_rate() / model.flops_per_token(2 * context),  # this token sees the whole context
         "cache_bytes": cache.nbytes(),
-        "peak_bytes": peak_bytes(),
+        "peak_bytes": peak_resident(),
     }
 
 
@@ -261,15 +258,12 @@ def in_own_process(measurement, **arguments):
 # --- sections: configurations and tables ------------------------------------------------------------------------------
 
 
-def print_table(title, header, rows):
-    print(f"\n{title}\n")
-    widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header))]
-    for row in [header, ["-" * width for width in widths], *rows]:
-        print("| " + " | ".join(f"{cell!s:{width}}" for cell, width in zip(row, widths, strict=True)) + " |")
-
-
 STEP_HEADER = ["", "s", "fastest–slowest", "× baseline", "tokens/s", "limit s", "part of limit", "peak GB"]
 STEP_HEADER += ["× baseline", "first s"]
+
+
+def print_table(title, header, rows):
+    print(f"\n{title}\n\n{markdown_table(header, rows)}")
 
 
 def step_row(case, results):
@@ -377,8 +371,10 @@ def gpt2():
 
 
 def generate():
+    if importlib.util.find_spec("transformers") is None:
+        raise UserError("the section generate compares with transformers: pip install -r requirements-dev.txt")
     cases = {(mode.value, 12, 512): None for mode in ResidualMode}
-    for mode in ("baseline", "method3_2", "method4_2"):
+    for mode in LEARNED:
         cases |= {(mode, n_layer, 512): None for n_layer in (4, 8, 16)}
         cases |= {(mode, 12, context): None for context in (128, 992)}
     for mode, n_layer, context in tqdm(cases, unit="case", leave=False):
@@ -389,7 +385,7 @@ def generate():
         ["", "layers", "context", "cached", "slowest–fastest", "limit", "uncached", "ratio", "cache MB", "peak GB"],
         [
             [
-                *case,
+                *map(str, case),
                 f"{r['cached']:.1f}",
                 f"{r['slowest']:.1f}–{r['fastest']:.1f}",
                 f"{r['limit']:,.0f}",

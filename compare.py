@@ -178,8 +178,9 @@ def threads(s):
 def start_training(options, s, slot, log):
     """train.py in a process of its own, or several, on job number slot's share of the machine."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads(s))}
-    if "CUDA_VISIBLE_DEVICES" not in os.environ and torch.cuda.device_count() >= s.jobs * s.nproc:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(slot * s.nproc + n) for n in range(s.nproc))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    if len(gpus) >= s.jobs * s.nproc > 1:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[slot * s.nproc : (slot + 1) * s.nproc])
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={s.nproc}"] if s.nproc > 1 else []
     command = [sys.executable, *torchrun, str(ROOT / "train.py"), *options]
     with open(log, "wb") as file:
@@ -219,7 +220,7 @@ def train_all(runs, s, failed, on_record):
         done[run] = 1.0
         try:
             record = None if error else run.finish()
-        except UserError as finish_error:
+        except (UserError, OSError) as finish_error:
             error = finish_error
         if error:
             failed[run.name] = str(error)

@@ -46,6 +46,9 @@ def run_main(main):
     except BrokenPipeError:  # the reader of our output, such as head, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OSError as error:  # a folder that may not be written, a full disk
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 class Settings:

@@ -322,14 +322,14 @@ def check_form(config, model_type, family):
 
 
 def find_folder(name_or_dir):
-    """The folder itself, or that of a hub name's download: config.json and weights, no code."""
+    """The folder itself, or that of a hub name's download: config.json, tokenizer and weights, no code."""
     folder = Path(name_or_dir)
     if folder.is_dir():
         return folder
     download = needed("huggingface_hub").snapshot_download
     try:
         for kind in ("model*.safetensors*", "pytorch_model*.bin*"):  # the second only if the first finds nothing
-            folder = Path(download(str(name_or_dir), allow_patterns=["config.json", kind]))
+            folder = Path(download(str(name_or_dir), allow_patterns=["*config.json", "tokenizer.json", kind]))
             if any(folder.glob(kind)):
                 break
     except Exception as error:  # no network, no such name, no access: each library below has errors of its own

@@ -34,6 +34,7 @@ class ResidualMode(Enum):
     METHOD4_2 = "method4_2", "attention", "learned"
 
     def __new__(cls, name, site, weights):
+        assert site in (None, "mlp", "attention"), site
         mode = object.__new__(cls)
         mode._value_, mode.site, mode.weights = name, site, weights
         return mode
@@ -393,7 +394,7 @@ class ChunkedLoss(torch.autograd.Function):
         targets, ignored = without_ignored(targets)
         counted = low.masked_fill(ignored, 0)
         for rows, logits in logit_chunks(low, weight):
-            losses, p = score_rows(logits, targets[rows])
+            losses, p = score_rows(logits, targets[rows], logits.amax(dim=1, keepdim=True))
             total += losses.masked_fill(ignored[rows], 0).sum()
             dlogits = p.scatter_add_(1, targets[rows], -torch.ones_like(losses)).to(dtype)
             dx[rows] = dlogits @ weight
@@ -434,9 +435,9 @@ def without_ignored(targets):
     return targets.unsqueeze(1).masked_fill(ignored, 0), ignored
 
 
-def score_rows(logits, targets):
-    """(n, V), (n, 1) -> the loss of each row (n, 1), and the softmax, which takes the logits' place."""
-    best, right = logits.amax(dim=1, keepdim=True), logits.gather(1, targets)
+def score_rows(logits, targets, best):
+    """(n, V), (n, 1), their maxima (n, 1) -> losses (n, 1), and the softmax, which takes the logits' place."""
+    right = logits.gather(1, targets)
     p = torch.softmax(logits, dim=1, out=logits)
     return best - p.amax(dim=1, keepdim=True).log() - right, p  # log Σ exp from the best, whose p is never near 0
 
@@ -531,7 +532,7 @@ class GPT(nn.Module):
         if self.config.mode.weights == "learned":
             return self.h[m].residual_weight.softmax(dim=0)
         ones = self.wte.weight.new_ones(m + 1)
-        return ones / (m + 1) if self.config.mode.weights == "mean" else ones
+        return {"ones": ones, "mean": ones / (m + 1)}[self.config.mode.weights]
 
     def embed(self, idx, cache):
         """x (B, T, C), and for the positions of idx the rope tables and, if several tokens join a cache, the mask."""
@@ -564,9 +565,9 @@ class GPT(nn.Module):
         dtype, loss, hits = matmul_dtype(x), 0.0, 0
         targets, ignored = without_ignored(targets.flatten())
         for rows, logits in logit_chunks(x.flatten(0, 1).to(dtype), self.lm_head.weight.to(dtype)):
-            # hits first: score_rows overwrites the logits
-            hits += ((logits.argmax(dim=1, keepdim=True) == targets[rows]) & ~ignored[rows]).sum()
-            loss += score_rows(logits, targets[rows])[0].masked_fill(ignored[rows], 0).sum()
+            best, predicted = logits.max(dim=1, keepdim=True)
+            hits += ((predicted == targets[rows]) & ~ignored[rows]).sum()
+            loss += score_rows(logits, targets[rows], best)[0].masked_fill(ignored[rows], 0).sum()
         return loss, hits
 
     # generation

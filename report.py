@@ -52,7 +52,8 @@ NOTES_RAW = [
 def read_metrics(folder):
     path = Path(folder) / "metrics.jsonl"
     try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        *whole, _ = path.read_text().split("\n")  # behind the last is nothing, or a line being written
+        lines = [json.loads(line) for line in whole]
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     if not all(isinstance(line, dict) and "step" in line for line in lines):

@@ -70,7 +70,10 @@ def load_hugging_face(name):
         model = GPT.from_pretrained(folder)
     except ValueError as error:
         raise UserError(error) from None
-    return model, load_tokenizer("hf" if (folder / "tokenizer.json").exists() else "gpt2", folder)
+    has_own = (folder / "tokenizer.json").exists()
+    if not has_own and not 0 <= model.config.vocab_size - 50257 < 64:  # GPT-2's ids, or those padded for speed
+        raise UserError(f"{folder} has no tokenizer.json, and its vocabulary is not GPT-2's: put the file there")
+    return model, load_tokenizer("hf" if has_own else "gpt2", folder)
 
 
 def read_prompt(start):

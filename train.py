@@ -13,6 +13,7 @@ import datetime
 import errno
 import fcntl
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -154,9 +155,14 @@ def keep_freed_memory():
     a tenth of a method3_2 step. The peak is the same.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other systems have no such function
-    trim_threshold, mmap_threshold, never = -1, -3, 2**31 - 1
-    if mallopt and mallopt(mmap_threshold, never):  # an old one may refuse: then all stays as it is
-        mallopt(trim_threshold, never)
+    trim_threshold, mmap_threshold = -1, -3
+    if mallopt and mallopt(mmap_threshold, 2**31 - 1):  # an old one may refuse: then all stays as it is
+        mallopt(trim_threshold, -1)  # never
+
+
+def peak_resident():
+    """The largest resident set that this process has had, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Machine:
@@ -170,14 +176,17 @@ class Machine:
             torch.set_float32_matmul_precision("high")  # TF32
         elif self.device.type == "cpu":
             keep_freed_memory()
-        bf16 = self.device.type == "cuda" and torch.cuda.is_bf16_supported()
+        bf16 = self.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         dtype = settings.dtype or ("bfloat16" if bf16 else "float16" if self.device.type == "cuda" else "float32")
         if dtype not in ("bfloat16", "float16", "float32"):
             raise UserError(f"dtype {dtype} is not known: choose bfloat16, float16 or float32")
         self.dtype = getattr(torch, dtype)
         self.compile = self.device.type == "cuda" if settings.compile is None else settings.compile
         if self.world > 1:
-            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+            if self.device.type == "mps":
+                raise UserError("several processes cannot share an mps device: use one, or --device=cpu")
+            on_gpu = self.device.type == "cuda"
+            dist.init_process_group("nccl" if on_gpu else "gloo", device_id=self.device if on_gpu else None)
 
     def autocast(self):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
@@ -202,7 +211,7 @@ class Machine:
         """Bytes: the device's, or this process's resident set."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return peak_resident()
 
     def __str__(self):
         name = torch.cuda.get_device_name() if self.device.type == "cuda" else self.device.type
@@ -310,6 +319,8 @@ def check_settings(s):
     for name in "epochs max_steps stop_at".split():
         if getattr(s, name) is not None and getattr(s, name) <= 0:
             raise UserError(f"{name} must be more than 0, not {getattr(s, name)}")
+    if s.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise UserError("wandb_project needs the wandb package: pip install wandb")
 
 
 def dataset_folder(s, machine):
@@ -317,7 +328,10 @@ def dataset_folder(s, machine):
     if machine.rank == 0 and s.dataset == "pydocs" and not (folder / "meta.json").exists():
         from data.pydocs.prepare import prepare  # the built-in corpus needs nothing from outside
 
-        prepare(folder, load_tokenizer("bytes", None))
+        with open(folder / "lock", "w") as lock:  # of several first runs at once, one prepares
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / "meta.json").exists():
+                prepare(folder, load_tokenizer("bytes", None))
     machine.wait_for_all()
     return folder
 
@@ -355,6 +369,8 @@ def checkpoint_to_continue(s, out_dir):
         fixed = [key for key in fixed if getattr(s, key) != getattr(config, key, None)]
         for key in s.types.keys() - s.given - set(SITTING_KEYS):
             setattr(s, key, getattr(then, key))
+        if "epochs" in s.given and "max_steps" not in s.given:
+            s.max_steps = None  # which would win
     different = [key for key in fixed if getattr(s, key) != getattr(then, key)]
     if different:
         values = ", ".join(f"{key} is {getattr(then, key)} there and {getattr(s, key)} here" for key in different)
@@ -471,11 +487,9 @@ class Metrics:
         self.file = open(path, "ab", buffering=0)
         self.wandb = None
         if project:
-            try:
-                import wandb
-            except ImportError:
-                raise UserError("wandb_project needs the wandb package: pip install wandb") from None
-            self.wandb = wandb.init(project=project, name=path.parent.name, config=settings, resume="allow")
+            import wandb
+
+            self.wandb = wandb.init(project=project, name=path.parent.name, config=settings)
 
     def sync(self):
         os.fsync(self.file.fileno())
@@ -504,8 +518,9 @@ def show_sample(model, tokenizer, n_tokens, device):
     print("\n***** sample *****")
     model.eval()
     options = {"temperature": 0.8, "top_k": 50, "generator": generator, "real_vocab": tokenizer.vocab_size}
-    for next_id in model.stream(prompt, n_tokens, **options):
-        print(decoder.feed(next_id.item()), end="", flush=True)
+    with torch.compiler.set_stance("force_eager"):  # a text is too short to compile one-token steps for it
+        for next_id in model.stream(prompt, n_tokens, **options):
+            print(decoder.feed(next_id.item()), end="", flush=True)
     print(decoder.finish())
 
 
@@ -523,8 +538,8 @@ def main():
         raise
     except OSError as error:  # a full disk, for one
         raise UserError(
-            f"{error.filename or 'the run'} could not be written ({error.strerror or error}); the checkpoints before "
-            "are whole: make room and give the same command again",
+            f"{error.filename or 'the run'} could not be read or written ({error.strerror or error}); the checkpoints "
+            "before are whole: put that right, on a full disk make room, and give the same command again",
             status=1,
         ) from None
     except (MemoryError, RuntimeError) as error:
@@ -629,6 +644,9 @@ def train(s, machine, at_end):
         return UserError(f"{text}: stopped; {advice}", status=1)
 
     def run_eval():
+        if machine.world > 1:  # batchnorm: evaluate rank 0's running statistics, which the checkpoint holds
+            for buffer in model.buffers():
+                dist.broadcast(buffer, 0)
         results = {"epoch": step * sequences / train_blocks.n_full}
         results |= evaluate(model, val_blocks, machine, s.eval_batch)
         if not math.isfinite(results["eval_loss"]):
@@ -721,7 +739,7 @@ def train(s, machine, at_end):
                     epoch=step * sequences / train_blocks.n_full,
                     loss=loss,
                     lr=optimizer.param_groups[0]["lr"],
-                    grad_norm=grad_norm,
+                    grad_norm=grad_norm if math.isfinite(grad_norm) else None,  # JSON knows no infinity
                     tokens_per_sec=speed,
                     memory=machine.peak_memory(),
                     seconds=seconds,

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import shutil
 import signal
 import statistics
 import sys
@@ -315,10 +316,13 @@ def test_a_job_gets_its_share_of_the_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(compare.os, "cpu_count", lambda: 12)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for gpus, jobs, nproc in [(0, 3, 1), (4, 2, 2)]:
+    for gpus, jobs, nproc in [(0, 3, 1), (4, 2, 2), (2, 2, 1)]:
+        if jobs == 2 and nproc == 1:  # a cluster's choice
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
         monkeypatch.setattr(compare.torch.cuda, "device_count", lambda gpus=gpus: gpus)
         compare.start_training(["--seed=1"], SimpleNamespace(jobs=jobs, nproc=nproc), jobs - 1, tmp_path / "log")
-    (alone, cpu), (torchrun, gpu) = started
+    (alone, cpu), (torchrun, gpu), (_, given) = started
+    assert given["CUDA_VISIBLE_DEVICES"] == "7"
     assert alone[1:] == [str(compare.ROOT / "train.py"), "--seed=1"]
     assert cpu["OMP_NUM_THREADS"] == "4" and "CUDA_VISIBLE_DEVICES" not in cpu
     assert torchrun[2] == "torch.distributed.run" and "--nproc_per_node=2" in torchrun
@@ -348,6 +352,18 @@ def test_report_of_a_folder_without_a_run(tmp_path):
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 2 and stdout == ""
     assert stderr == f"error: {tmp_path} holds no run: there is no ckpt.pt in it\n"
+
+
+def test_report_of_a_run_that_is_being_written(sittings, tmp_path, monkeypatch, capsys):
+    run = shutil.copytree(sittings.out / "baseline-seed1", tmp_path / "run")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6')
+    main(monkeypatch, report, run)
+    assert f"| {run.name}" in capsys.readouterr().out
+    (run / "loss.png").unlink()
+    (run / "loss.png").mkdir()
+    _, stderr = command("report.py", run).communicate(timeout=60)
+    assert re.fullmatch(r"error: .*loss.png'?\n", stderr)
 
 
 def test_the_notes_weights():

@@ -335,8 +335,6 @@ def test_a_rate_that_explodes(tmp_path):
     good("train.py", *tiny(tmp_path, init_from="resume_prev"))
 
     check_error(run("train.py", *tiny(tmp_path / "new", learning_rate=1e30)), "no checkpoint before it", status=1)
-    process = run("train.py", *tiny(tmp_path / "end", learning_rate=1e30, stop_at=1, warmup=0.0))
-    assert process.status in (0, 1)
 
 
 @pytest.mark.parametrize("where", ["parameters", "evaluation"])

@@ -400,11 +400,11 @@ def test_the_hub(monkeypatch, saved):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert_same(logits(GPT.from_pretrained("somebody/gpt2")), logits(theirs))
-    assert asked == [("somebody/gpt2", "config.json", "model*.safetensors*")]
+    assert asked == [("somebody/gpt2", "*config.json", "tokenizer.json", "model*.safetensors*")]
     make_bin(folder)
     asked.clear()
     assert_same(logits(GPT.from_pretrained("somebody/gpt2")), logits(theirs))
-    assert asked[1:] == [("somebody/gpt2", "config.json", "pytorch_model*.bin*")]
+    assert asked[1:] == [("somebody/gpt2", "*config.json", "tokenizer.json", "pytorch_model*.bin*")]
 
     def fail(name, allow_patterns):
         raise OSError("no network\nand a second line")
