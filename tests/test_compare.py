@@ -329,6 +329,15 @@ def test_a_job_gets_its_share_of_the_machine(tmp_path, monkeypatch):
     assert gpu["OMP_NUM_THREADS"] == "3" and gpu["CUDA_VISIBLE_DEVICES"] == "2,3"
 
 
+@pytest.mark.parametrize("name", [path.parent.name for path in (compare.ROOT / "results").glob("*/results.json")])
+def test_the_readme_prints_what_the_results_say(name):
+    lines = (compare.ROOT / "README.md").read_text().splitlines()
+    for entry in json.loads((compare.ROOT / "results" / name / "results.json").read_text())["rows"]:
+        cells = dict(zip(compare.HEADER, compare.table_row(entry), strict=True))
+        rows = [line for line in lines if line.startswith(f"| {cells['row']} ")]
+        assert any(cells["loss"] in line and cells["Δ loss"] in line for line in rows), cells
+
+
 # report.py
 
 
