@@ -329,7 +329,7 @@ def test_a_job_gets_its_share_of_the_machine(tmp_path, monkeypatch):
     assert gpu["OMP_NUM_THREADS"] == "3" and gpu["CUDA_VISIBLE_DEVICES"] == "2,3"
 
 
-@pytest.mark.parametrize("name", [path.parent.name for path in (compare.ROOT / "results").glob("*/results.json")])
+@pytest.mark.parametrize("name", ["shakespeare", "pydocs"])
 def test_the_readme_prints_what_the_results_say(name):
     lines = (compare.ROOT / "README.md").read_text().splitlines()
     for entry in json.loads((compare.ROOT / "results" / name / "results.json").read_text())["rows"]:

@@ -7,6 +7,7 @@ import shlex
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,7 +38,7 @@ from helpers import (
 import train
 from compare import CompareConfig
 from configurator import configure
-from data.common import load_meta, load_tokens
+from data.common import load_meta, load_tokenizer, load_tokens
 from model import GPT, GPTConfig
 from sample import SampleConfig
 from train import Blocks, TrainConfig, load_checkpoint
@@ -531,13 +532,34 @@ def test_number_formats_and_memory(settings, tmp_path):
 
 
 def test_compiled(tmp_path):
-    small = {"n_layer": 2, "max_steps": 3, "sample_tokens": 5}
-    good("train.py", "config/method3_2.py", *tiny(tmp_path / "plain", **small))
-    args = tiny(tmp_path / "compiled", **small, compile=True)
+    good("train.py", "config/method3_2.py", *tiny(tmp_path / "plain", n_layer=2, max_steps=3))
+    args = tiny(tmp_path / "compiled", n_layer=2, max_steps=3, compile=True)
     assert ", compiled," in helpers.start("train.py", "config/method3_2.py", *args).wait(timeout=300).stdout
     for a, b in zip(metrics(tmp_path / "plain"), metrics(tmp_path / "compiled"), strict=True):
         assert a == pytest.approx(b, abs=1e-4)
     assert parameters(tmp_path / "plain").keys() == parameters(tmp_path / "compiled").keys()
+
+
+def test_the_closing_sample_compiles_nothing(monkeypatch, capsys):
+    graphs = []
+    monkeypatch.setattr(
+        torch, "compile", partial(torch.compile, backend=lambda graph, _: graphs.append(graph) or graph)
+    )
+    model = GPT(GPTConfig(**MODEL))
+    model.compile_layers()
+    train.show_sample(model, load_tokenizer("bytes", None), 3, torch.device("cpu"))
+    assert graphs == [] and "***** sample *****" in capsys.readouterr().out
+    model.score(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64))
+    assert graphs  # so it would have been
+
+
+def test_an_overflow_is_left_out_and_logged_as_json(tmp_path):
+    before = (
+        "import functools, torch\ntorch.amp.GradScaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**40)"
+    )
+    good("train.py", *tiny(tmp_path, dtype="float16", max_steps=2), before=before)
+    assert metrics(tmp_path)[0]["grad_norm"] is None
+    assert not re.search("NaN|Infinity", (tmp_path / "metrics.jsonl").read_text())
 
 
 def test_the_commands_of_the_readme():
