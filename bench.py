@@ -14,11 +14,13 @@ import itertools
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -415,6 +417,12 @@ def data():
     return batch | {"part": part}
 
 
+def cpu_name():
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)", info.read_text() if info.exists() else "", re.M)
+    return names[0] if names else platform.processor()
+
+
 SECTIONS = {section.__name__: section for section in (modes, depth, length, vocabulary, compiled, gpt2, generate, data)}
 
 
@@ -434,7 +442,7 @@ def main():
     for name in arguments or SECTIONS:
         about = {
             "date": time.strftime("%Y-%m-%d"),
-            "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+            "machine": f"{os.cpu_count()} cores, {cpu_name()}",
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "code": code_hash(),
