@@ -6,7 +6,7 @@ Speed and memory on this machine's CPU, each figure beside its limit:
 
 The limit of a step is its FLOPs (model.flops_per_token, three times that for training) at the rate of a 2048³ float32
 matrix multiplication, measured between the steps. Every configuration runs in a process of its own, so that its peak
-memory is its own. Prints tables and writes results/bench.json.
+memory is its own. Prints tables, and writes them with bench.json and a picture into out/bench (--out_dir=FOLDER).
 """
 
 import importlib.util
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -27,10 +28,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from compare import read_json
 from configurator import UserError, run_main
 from model import GPT, GPTConfig, ResidualMode
-from report import markdown_table
-from train import ROOT, Blocks, code_hash, keep_freed_memory, peak_resident, write_json
+from report import draw_growth, markdown_table
+from train import ROOT, Blocks, code_hash, keep_freed_memory, peak_resident, write_file_atomically, write_json
 
 # the model of the notes
 NOTES = {
@@ -79,10 +81,9 @@ def new_optimizer(model):
     return model.configure_optimizers(weight_decay=0.1, learning_rate=1e-4, betas=(0.9, 0.95))
 
 
-def measure_step(config, what, batch=1, checkpoint=False, compile=False, repeats=REPEATS):
-    """One training step with its optimizer, or one evaluation step: loss and accuracy."""
+def new_step(config, what, batch, checkpoint, compile):
+    """A model and a function: one training step with its optimizer, or one evaluation step, loss and accuracy."""
     torch.manual_seed(0)
-    config = GPTConfig(**config)
     model = GPT(config)
     model.checkpoint_recompute = checkpoint
     if compile:
@@ -90,15 +91,26 @@ def measure_step(config, what, batch=1, checkpoint=False, compile=False, repeats
     x, y = random_batch(config, batch, config.block_size)
     if what == "train":
         optimizer = new_optimizer(model)
-        step = lambda: train_step(model, optimizer, x, y)  # noqa: E731
-    else:
-        model.eval()
-        step = lambda: model.score(x, y)  # noqa: E731
+        return model, lambda: train_step(model, optimizer, x, y)
+    return model.eval(), lambda: model.score(x, y)
+
+
+def measure_step(config, what, batch=1, checkpoint=False, compile=False, repeats=REPEATS):
+    """If checkpointed or compiled, also against the same without, step by step in turn."""
+    config = GPTConfig(**config)
+    model, step = new_step(config, what, batch, checkpoint, compile)
     first = seconds_of(step)
-    rates, times = [matmul_rate()], []
+    step()  # the first makes the optimizer's state, the second needs it and the gradients at once
+    peak, plain = peak_resident(), None
+    if checkpoint or compile:
+        _, plain = new_step(config, what, batch, False, False)
+        plain()
+    rates, times, ratios = [matmul_rate()], [], []
     for _ in range(repeats):
         times.append(seconds_of(step))
         rates.append(matmul_rate())
+        if plain:
+            ratios.append(times[-1] / seconds_of(plain))
     flops = model.flops_per_token(config.block_size) * batch * config.block_size * (3 if what == "train" else 1)
     limits = [2 * flops / (before + after) for before, after in itertools.pairwise(rates)]  # of each step's own moment
     parts = [limit / seconds for limit, seconds in zip(limits, times, strict=True)]
@@ -107,15 +119,16 @@ def measure_step(config, what, batch=1, checkpoint=False, compile=False, repeats
         "seconds": statistics.median(times),
         "fastest": min(times),
         "slowest": max(times),
+        "times_plain": statistics.median(ratios) if plain else None,
         "tokens_per_second": batch * config.block_size / statistics.median(times),
         "gflops": statistics.median(rates) / 1e9,
         "limit": statistics.median(limits),
         "part": statistics.median(parts),
-        "peak_bytes": peak_resident(),
+        "peak_bytes": peak,
     }
 
 
-def measure_gpt2(repeats=REPEATS):
+def measure_gpt2(repeats=9):
     """Our GPT-2 form and the same model in stock torch modules, step by step in turn."""
     torch.manual_seed(0)
     form = {"norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "bias": True, "tie_weights": True}
@@ -257,46 +270,82 @@ def in_own_process(measurement, **arguments):
     return json.loads(result.stdout.splitlines()[-1])
 
 
-# --- sections: configurations and tables ------------------------------------------------------------------------------
+# --- sections: what is measured, and its table ------------------------------------------------------------------------
 
 
-STEP_HEADER = ["", "s", "fastest–slowest", "× baseline", "tokens/s", "limit s", "part of limit", "peak GB"]
-STEP_HEADER += ["× baseline", "first s"]
-
-
-def print_table(title, header, rows):
-    print(f"\n{title}\n\n{markdown_table(header, rows)}")
-
-
-def step_row(case, results):
-    r, base = results[case], results["baseline", case[1], "eager"]
-    return [
-        f"{case[0]}, {case[1]}{'' if case[2] == 'eager' else f', {case[2]}'}",
-        f"{r['seconds']:.2f}",
-        f"{r['fastest']:.2f}–{r['slowest']:.2f}",
-        f"{r['seconds'] / base['seconds']:.2f}",
-        f"{r['tokens_per_second']:,.0f}",
-        f"{r['limit']:.2f}",
-        f"{r['part']:.2f}",
-        f"{r['peak_bytes'] / 1e9:.2f}",
-        f"{r['peak_bytes'] / base['peak_bytes']:.2f}",
-        f"{r['first']:.1f}",
-    ]
-
-
-def step_table(title, cases):
-    """
-    cases: (mode, shape, variant) -> arguments of measure_step besides the variant's own. Relative figures are to the
-    eager baseline of the same shape.
-    """
+def measure_steps(cases):
+    """cases: (mode, shape, variant) -> arguments of measure_step besides the variant's own."""
     results = {}
     for case in tqdm(cases, unit="case", leave=False):
         mode, _, variant = case
         arguments = cases[case] | {"checkpoint": variant == "checkpointed", "compile": variant == "compiled"}
         arguments["config"] = arguments["config"] | {"residual_mode": mode}
-        results[case] = in_own_process(measure_step, **arguments)
-    print_table(title, STEP_HEADER, [step_row(case, results) for case in results])
-    return {", ".join(case): result for case, result in results.items()}
+        results[", ".join(case)] = in_own_process(measure_step, **arguments)
+    return results
+
+
+def times(r, base):
+    """How many times as long as base r takes, at the same matrix-multiply rate: a shared machine's own rate drifts."""
+    return r["limit"] * r["gflops"] / r["part"] / (base["limit"] * base["gflops"] / base["part"])
+
+
+def step_table(results):
+    """× baseline: the eager one of the same shape; × plain: neither checkpointed nor compiled."""
+    header = ["", "s", "fastest–slowest", "× baseline", "× plain", "tokens/s", "limit s", "part of limit"]
+    header += ["peak GB", "× baseline", "first s"]
+    rows = []
+    for name, r in results.items():
+        mode, shape, variant = name.split(", ")
+        base = results[f"baseline, {shape}, eager"]
+        rows.append(
+            [
+                f"{mode}, {shape}{'' if variant == 'eager' else f', {variant}'}",
+                f"{r['seconds']:.2f}",
+                f"{r['fastest']:.2f}–{r['slowest']:.2f}",
+                f"{times(r, base):.2f}",
+                f"{r['times_plain']:.2f}" if r["times_plain"] else "",
+                f"{r['tokens_per_second']:,.0f}",
+                f"{r['limit']:.2f}",
+                f"{r['part']:.2f}",
+                f"{r['peak_bytes'] / 1e9:.2f}",
+                f"{r['peak_bytes'] / base['peak_bytes']:.2f}",
+                f"{r['first']:.1f}",
+            ]
+        )
+    rates = sorted(r["gflops"] for r in results.values())
+    rate = f"Matrix multiplication meanwhile: {rates[0]:.0f} to {rates[-1]:.0f} GFLOP/s."
+    return f"{rate}\n\n{markdown_table(header, rows)}"
+
+
+def modes_summary(results):
+    """One row a mode."""
+    header = ["", "training step, s", "× baseline", "part of limit", "peak GB", "× baseline"]
+    header += ["checkpointed: × time", "peak × baseline", "evaluation, s", "× baseline", "part of limit"]
+    base_train, base_eval = results["baseline, train, eager"], results["baseline, eval, eager"]
+    rows = []
+    for mode in ResidualMode:
+        train, evaluate = results[f"{mode.value}, train, eager"], results[f"{mode.value}, eval, eager"]
+        checkpointed = results.get(f"{mode.value}, train, checkpointed")
+        rows.append(
+            [
+                mode.value,
+                f"{train['seconds']:.2f}",
+                f"{times(train, base_train):.2f}",
+                f"{train['part']:.2f}",
+                f"{train['peak_bytes'] / 1e9:.2f}",
+                f"{train['peak_bytes'] / base_train['peak_bytes']:.2f}",
+                f"{checkpointed['times_plain']:.2f}" if checkpointed else "",
+                f"{checkpointed['peak_bytes'] / base_train['peak_bytes']:.2f}" if checkpointed else "",
+                f"{evaluate['seconds']:.2f}",
+                f"{times(evaluate, base_eval):.2f}",
+                f"{evaluate['part']:.2f}",
+            ]
+        )
+    return markdown_table(header, rows)
+
+
+def modes_table(results):
+    return f"{modes_summary(results)}\n\n{step_table(results)}"
 
 
 LEARNED = ("baseline", "method3_2", "method4_2")  # one mode of each site stands for the others
@@ -309,7 +358,7 @@ def modes():
         if mode.site:
             cases[mode.value, "train", "checkpointed"] = {"config": NOTES, "what": "train", "repeats": 3}
         cases[mode.value, "eval", "eager"] = {"config": NOTES, "what": "eval"}
-    return step_table("8 layers × 512, FFN 1024, vocabulary 32,000, length 2048, batch 1, float32", cases)
+    return measure_steps(cases)
 
 
 def depth():
@@ -321,7 +370,7 @@ def depth():
                 cases[mode, f"{n_layer} layers {what}", "eager"] = arguments
                 if mode != "baseline" and what == "train":
                     cases[mode, f"{n_layer} layers {what}", "checkpointed"] = arguments
-    return step_table("The same shape at 4, 8 and 16 layers", cases)
+    return measure_steps(cases)
 
 
 def length():
@@ -332,89 +381,108 @@ def length():
                 config, batch = NOTES | {"block_size": block_size}, 2048 // block_size
                 arguments = {"config": config, "what": what, "batch": batch, "repeats": 3}
                 cases[mode, f"length {block_size} {what}", "eager"] = arguments
-    return step_table("The same shape, 2048 tokens as sequences of 512, 1024 and 2048", cases)
+    return measure_steps(cases)
 
 
 def vocabulary():
-    cases = {
-        ("baseline", f"vocabulary {vocab_size:,}", "eager"): {
-            "config": NOTES | {"vocab_size": vocab_size},
-            "what": "train",
+    return measure_steps(
+        {
+            ("baseline", f"vocabulary {vocab_size:,}", "eager"): {
+                "config": NOTES | {"vocab_size": vocab_size},
+                "what": "train",
+            }
+            for vocab_size in (8192, 32000, 50304)
         }
-        for vocab_size in (8192, 32000, 50304)
-    }
-    return step_table("The same shape with other vocabularies, training step", cases)
+    )
 
 
 def compiled():
-    cases = {
-        (mode.value, "train", variant): {"config": LLAMA_12, "what": "train", "repeats": 3}
-        for mode in ResidualMode
-        for variant in ("eager", "compiled")
-    }
-    return step_table("torch.compile: 12 layers × 384, length 1024, training step", cases)
+    return measure_steps(
+        {
+            (mode.value, "train", variant): {"config": LLAMA_12, "what": "train", "repeats": 3}
+            for mode in ResidualMode
+            for variant in ("eager", "compiled")
+        }
+    )
 
 
 def gpt2():
-    result = in_own_process(measure_gpt2)
-    print_table(
-        "GPT-2 form, 12 layers × 384, length 512, vocabulary 8192, batch 4: seconds of a training step",
-        ["this repository", "stock torch modules", "ratio", "smallest–largest"],
-        [
-            [
-                f"{result['ours']:.3f}",
-                f"{result['stock']:.3f}",
-                f"{result['ratio']:.3f}",
-                f"{result['ratios'][0]:.3f}–{result['ratios'][-1]:.3f}",
-            ]
-        ],
+    return in_own_process(measure_gpt2)
+
+
+def gpt2_table(r):
+    smallest, *_, largest = r["ratios"]
+    return markdown_table(
+        ["this repository, s", "stock torch modules, s", "ratio", "smallest–largest"],
+        [[f"{r['ours']:.3f}", f"{r['stock']:.3f}", f"{r['ratio']:.3f}", f"{smallest:.3f}–{largest:.3f}"]],
     )
-    return result
 
 
 def generate():
     if importlib.util.find_spec("transformers") is None:
         raise UserError("the section generate compares with transformers: pip install -r requirements-dev.txt")
-    cases = {(mode.value, 12, 512): None for mode in ResidualMode}
+    cases = [(mode.value, 12, 512) for mode in ResidualMode]
     for mode in LEARNED:
-        cases |= {(mode, n_layer, 512): None for n_layer in (4, 8, 16)}
-        cases |= {(mode, 12, context): None for context in (128, 992)}
+        cases += [(mode, n_layer, 512) for n_layer in (4, 8, 16)]
+        cases += [(mode, 12, context) for context in (128, 992)]
+    results = {}
     for mode, n_layer, context in tqdm(cases, unit="case", leave=False):
         config = LLAMA_12 | {"n_layer": n_layer, "residual_mode": mode}
-        cases[mode, n_layer, context] = in_own_process(measure_generate, config=config, context=context)
-    print_table(
-        "Generation: layers × 384, vocabulary 8192, behind a context, batch 1; tokens/s",
-        ["", "layers", "context", "cached", "slowest–fastest", "limit", "uncached", "ratio", "cache MB", "peak GB"],
+        name = f"{mode}, {n_layer} layers, context {context}"
+        results[name] = in_own_process(measure_generate, config=config, context=context)
+    return results | {"transformers": in_own_process(measure_transformers)}
+
+
+def generate_table(results):
+    header = ["", "tokens/s", "slowest–fastest", "limit", "without the cache", "ratio", "cache MB", "peak GB"]
+    rows = [
         [
-            [
-                *map(str, case),
-                f"{r['cached']:.1f}",
-                f"{r['slowest']:.1f}–{r['fastest']:.1f}",
-                f"{r['limit']:,.0f}",
-                f"{r['uncached']:.2f}",
-                f"{r['ratio']:.0f}",
-                f"{r['cache_bytes'] / 1e6:.1f}",
-                f"{r['peak_bytes'] / 1e9:.2f}",
-            ]
-            for case, r in cases.items()
-        ],
+            name,
+            f"{r['cached']:.1f}",
+            f"{r['slowest']:.1f}–{r['fastest']:.1f}",
+            f"{r['limit']:,.0f}",
+            f"{r['uncached']:.2f}",
+            f"{r['ratio']:.0f}",
+            f"{r['cache_bytes'] / 1e6:.1f}",
+            f"{r['peak_bytes'] / 1e9:.2f}",
+        ]
+        for name, r in results.items()
+        if name != "transformers"
+    ]
+    r = results["transformers"]
+    return (
+        f"{markdown_table(header, rows)}\n\nThe same Llama, 512 tokens and 64 new ones, greedy: "
+        f"{r['ours']:.1f} tokens/s here, {r['transformers']:.1f} with transformers, ratio {r['ratio']:.2f}."
     )
-    results = {f"{mode}, {n_layer} layers, context {context}": r for (mode, n_layer, context), r in cases.items()}
-    r = results["transformers"] = in_own_process(measure_transformers)
-    print_table(
-        "The same Llama, 512 tokens and 64 new ones, greedy: tokens/s",
-        ["this repository", "transformers", "ratio"],
-        [[f"{r['ours']:.1f}", f"{r['transformers']:.1f}", f"{r['ratio']:.2f}"]],
-    )
-    return results
 
 
 def data():
     batch = in_own_process(measure_data)
     step = in_own_process(measure_step, config=NOTES, what="train", repeats=2)
-    part = batch["seconds"] / batch["tokens"] * step["tokens_per_second"]
-    print(f"\nA batch of 8 × 2048 tokens takes {batch['seconds'] * 1e3:.2f} ms, {part:.3%} of the baseline's step")
-    return batch | {"part": part}
+    return batch | {"part": batch["seconds"] / batch["tokens"] * step["tokens_per_second"]}
+
+
+def data_table(r):
+    return f"{r['tokens']:,} tokens: {r['seconds'] * 1e3:.2f} ms, {r['part']:.4%} of the baseline's step with as many."
+
+
+SHAPE = "8 layers × 512, FFN 1024, vocabulary 32,000, length 2048, batch 1, float32"
+SECTIONS = {  # name: title, measurement, its table
+    "modes": (SHAPE, modes, modes_table),
+    "depth": ("The same shape at 4, 8 and 16 layers", depth, step_table),
+    "length": ("The same shape, 2048 tokens as sequences of 512, 1024 and 2048", length, step_table),
+    "vocabulary": ("The same shape with other vocabularies, training step", vocabulary, step_table),
+    "compiled": ("torch.compile: 12 layers × 384, length 1024, training step", compiled, step_table),
+    "gpt2": ("GPT-2's form: 12 layers × 384, length 512, vocabulary 8192, batch 4, training step", gpt2, gpt2_table),
+    "generate": ("A new token: layers × 384, vocabulary 8192, behind a context, batch 1", generate, generate_table),
+    "data": ("A batch from a memory-mapped file of 100 million tokens", data, data_table),
+}
+
+
+def section_text(name, result):
+    title, _, table = SECTIONS[name]
+    about = ", ".join(f"{key} {value}" for key, value in result["about"].items() if key != "code")
+    return f"## {title}\n\n`python bench.py {name}`: {about}\n\n{table(result['measured'])}\n"
 
 
 def cpu_name():
@@ -423,23 +491,47 @@ def cpu_name():
     return names[0] if names else platform.processor()
 
 
-SECTIONS = {section.__name__: section for section in (modes, depth, length, vocabulary, compiled, gpt2, generate, data)}
+def draw_depth(results, path):
+    """Seconds and peak memory of a training step against the number of layers."""
+    panels = []
+    for label, key, unit in (("training step, s", "seconds", 1), ("peak memory, GB", "peak_bytes", 1e9)):
+        lines = defaultdict(lambda: ([], []))
+        for name, r in results.items():
+            mode, shape, variant = name.split(", ")
+            if shape.endswith("train"):
+                x, y = lines[mode if variant == "eager" else f"{mode}-{variant}"]
+                x.append(int(shape.split()[0]))
+                y.append(r[key] / unit)
+        panels.append((label, lines))
+    draw_growth(panels, "layers", path)
+
+
+def write_record(folder, results):
+    write_json(folder / "bench.json", results)
+    texts = [section_text(name, results[name]) for name in SECTIONS if name in results]
+    if "depth" in results:
+        draw_depth(results["depth"]["measured"], folder / "depth.png")
+        texts.append("![Seconds and peak memory of a training step at 4, 8 and 16 layers](depth.png)\n")
+    write_file_atomically(folder / "README.md", "\n".join(["# Speed and memory\n", *texts]).encode())
 
 
 def main():
-    arguments = sys.argv[1:]
-    if arguments[:1] == ["--measure"]:
-        name, values = json.loads(arguments[1])
+    if sys.argv[1:2] == ["--measure"]:
+        name, values = json.loads(sys.argv[2])
         keep_freed_memory()  # as training does
         print(json.dumps(MEASUREMENTS[name](**values)))
         return
-    for name in arguments:
-        if name not in SECTIONS:
-            raise UserError(f"unknown section {name!r}: choose from {', '.join(SECTIONS)}")
-    path = ROOT / "results" / "bench.json"
-    path.parent.mkdir(exist_ok=True)
-    results = json.loads(path.read_text()) if path.exists() else {}
-    for name in arguments or SECTIONS:
+    folder, names = ROOT / "out" / "bench", []
+    for argument in sys.argv[1:]:
+        if argument.startswith("--out_dir="):
+            folder = Path(argument.partition("=")[2])
+        elif argument in SECTIONS:
+            names.append(argument)
+        else:
+            raise UserError(f"unknown section {argument!r}: choose from {', '.join(SECTIONS)}, or set --out_dir=FOLDER")
+    folder.mkdir(parents=True, exist_ok=True)
+    results = read_json(folder / "bench.json")
+    for name in names or SECTIONS:
         about = {
             "date": time.strftime("%Y-%m-%d"),
             "machine": f"{os.cpu_count()} cores, {cpu_name()}",
@@ -447,8 +539,9 @@ def main():
             "torch": torch.__version__,
             "code": code_hash(),
         }
-        results[name] = {"about": about, "measured": SECTIONS[name]()}
-        write_json(path, results)
+        results[name] = {"about": about, "measured": SECTIONS[name][1]()}
+        write_record(folder, results)
+        print(section_text(name, results[name]))
 
 
 if __name__ == "__main__":

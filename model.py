@@ -14,7 +14,6 @@ from typing import get_args
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 
 class ResidualMode(Enum):
@@ -327,12 +326,44 @@ class Block(nn.Module):
     def add_mlp(self, y, f):
         return y + f if self.norm_first else self.norm2(self.alpha * y + f)
 
-    def rerun(self, site, weight, x, qk, mask, memory):
+    def rerun(self, site, weight, x, qk, mask=None, memory=None):
         """weight·o, where o is this layer's output on a later layer's input x with the kept attention weights."""
         o, _ = self.attend(x, mask=mask, qk=qk, memory=memory)
         if site == "mlp":
             o = self.feed(self.add_attention(x, o))
         return weight * o
+
+
+class ForgetfulRerun(torch.autograd.Function):
+    """
+    Block.rerun that keeps its inputs alone: backward runs it once more. (Torch's own checkpoint keeps the graph of a
+    re-run, small pieces between the freed tensors that stop the C library from giving their place to the next ones.)
+    """
+
+    @staticmethod
+    def forward(ctx, block, site, weight, x, q, k, *parameters):  # inputs are what gets a gradient
+        ctx.block, ctx.site = block, site
+        ctx.save_for_backward(weight, x, q, k)
+        device = x.device.type
+        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        ctx.random = torch if device == "cpu" else torch.get_device_module(device)
+        ctx.random_state = ctx.random.get_rng_state() if block.dropout.p > 0 else None
+        return block.rerun(site, weight, x, (q, k))
+
+    @staticmethod
+    def backward(ctx, grad):
+        inputs = [t.detach().requires_grad_(t.requires_grad) for t in ctx.saved_tensors]
+        weight, x, q, k = inputs
+        if ctx.random_state is not None:  # the same dropout
+            random_state = ctx.random.get_rng_state()
+            ctx.random.set_rng_state(ctx.random_state)
+        with torch.enable_grad(), torch.autocast(*ctx.autocast):
+            o = ctx.block.rerun(ctx.site, weight, x, (q, k))
+        if ctx.random_state is not None:
+            ctx.random.set_rng_state(random_state)
+        inputs += ctx.block.parameters()
+        grads = iter(torch.autograd.grad(o, [t for t in inputs if t.requires_grad], grad, allow_unused=True))
+        return None, None, *(next(grads) if t.requires_grad else None for t in inputs)
 
 
 class PairMemory:
@@ -514,17 +545,15 @@ class GPT(nn.Module):
         """Σ w_i·o_i over the layers 0 … m. The last, o_m, is layer m's own output; x is its input."""
         if m == 0:
             return own
-        weights = self.mixing_weights(m)
+        site, weights = self.config.mode.site, self.mixing_weights(m)
         total = (weights[m] * own).type_as(x)  # under autocast the sum is in x's float32
         for i, earlier in enumerate(self.h[:m]):
             if not self.config.recompute:
-                total = total + weights[i] * kept[i]
-                continue
-            rerun = earlier.rerun
-            if self.checkpoint_recompute and torch.is_grad_enabled():
-                rerun = partial(checkpoint, rerun, use_reentrant=False)
-            memory = cache and cache.pair(m, i)
-            total = total + rerun(self.config.mode.site, weights[i], x, kept[i], mask, memory)
+                total += weights[i] * kept[i]
+            elif self.checkpoint_recompute and torch.is_grad_enabled() and cache is None:
+                total += ForgetfulRerun.apply(earlier, site, weights[i], x, *kept[i], *earlier.parameters())
+            else:
+                total += earlier.rerun(site, weights[i], x, kept[i], mask, cache and cache.pair(m, i))
         return total
 
     def mixing_weights(self, m):

@@ -27,7 +27,7 @@ from train import load_checkpoint, residual_report, residual_text
 # Okabe and Ito's colours, which colour-blind people can tell apart; the variants of a mode differ in their line
 PALETTE = "#000000 #E69F00 #56B4E9 #009E73 #D55E00 #CC79A7 #0072B2 #F0E442 #999999".split()
 COLOURS = dict(zip((mode.value for mode in ResidualMode), itertools.cycle(PALETTE), strict=False))
-LINES = {"stored": "--", "fast": ":", "deeper": "--", "longer": ":"}
+LINES = {"stored": "--", "fast": ":", "deeper": "--", "longer": ":", "checkpointed": "--"}
 WIDTH, DPI = 9.2, 150  # inches and dots: 1380 pixels
 
 # The raw weights of the 12-layer run that the notes print (learned, MLP site, not recomputed), layers 1 … 11
@@ -132,10 +132,14 @@ def style(row):
 
 def new_axes(x_label, y_label):
     figure, axes = plt.subplots(figsize=(WIDTH, 5), dpi=DPI, layout="constrained")
+    label(axes, x_label, y_label)
+    return figure, axes
+
+
+def label(axes, x_label, y_label):
     axes.set(xlabel=x_label, ylabel=y_label)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
-    return figure, axes
 
 
 def save(figure, path):
@@ -212,6 +216,18 @@ def draw_run(run, path):
     axes.plot(run["curve"]["tokens"], run["curve"]["loss"], marker=".", label="validation", **style(run["row"]))
     axes.set_title(f"{run['name']}: validation loss {run['loss']:.4f}, best {run['best_loss']:.4f}", loc="left")
     axes.legend(frameon=False)
+    save(figure, path)
+
+
+def draw_growth(panels, x_label, path):
+    """panels: (y label, {row: (x, y)}), side by side."""
+    figure, grid = plt.subplots(1, len(panels), figsize=(WIDTH, 4), dpi=DPI, layout="constrained")
+    for axes, (y_label, lines) in zip(grid, panels, strict=True):
+        label(axes, x_label, y_label)
+        for row, (x, y) in lines.items():
+            axes.plot(x, y, marker=".", label=row, **style(row))
+        axes.set(xticks=x, ylim=(0, None))
+    grid[0].legend(frameon=False)
     save(figure, path)
 
 

@@ -1,9 +1,12 @@
 """bench.py: not how fast anything is, but that the figures fit together."""
 
 import json
+import sys
 
 import pytest
-from helpers import command
+from helpers import ROOT, command
+
+import bench
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "vocab_size": 64, "residual_mode": "method3_2"}
 
@@ -18,6 +21,7 @@ def measure(name, **arguments):
 def test_a_step(what):
     r = measure("measure_step", config=SHAPE, what=what, batch=3, checkpoint=what == "train", repeats=1)
     assert 0 < r["fastest"] == r["seconds"] == r["slowest"] and r["peak_bytes"] > 1e7
+    assert (r["times_plain"] is not None) == (what == "train")
     assert r["tokens_per_second"] == pytest.approx(3 * 16 / r["seconds"])
     assert r["part"] == pytest.approx(r["limit"] / r["seconds"])
     # by hand: two layers and a re-run, 8.5 tokens seen on average; a training step is three times the forward pass
@@ -39,3 +43,42 @@ def test_an_unknown_section():
     process = command("bench.py", "modez")
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 2 and stderr.startswith("error: unknown section 'modez': choose from modes, depth")
+
+
+def test_relative_times_do_not_depend_on_the_rate():
+    slow = {"gflops": 100.0, "limit": 1.0, "part": 0.5}  # 2 s for 100 GFLOP
+    fast = {"gflops": 400.0, "limit": 0.5, "part": 0.25}  # 2 s for 200 GFLOP, at four times the rate
+    assert bench.times(fast, slow) == 4.0
+
+
+def test_every_section_is_printed_and_written(tmp_path, monkeypatch, capsys):
+    """All of them, at a toy shape and in this process."""
+    tiny = {"block_size": 2048, "vocab_size": 64, "n_head": 2, "n_kv_head": 1, "n_embd": 8, "ffn_hidden": 8}
+    monkeypatch.setattr(bench, "NOTES", tiny | {"n_layer": 2})
+    monkeypatch.setattr(bench, "LLAMA_12", tiny | {"n_layer": 2})
+    monkeypatch.setattr(bench, "matmul_rate", lambda: 1e11)
+    monkeypatch.setattr(bench, "in_own_process", lambda measurement, **arguments: measurement(**arguments))
+    sections = [name for name in bench.SECTIONS if name != "compiled"]
+    monkeypatch.setattr(sys, "argv", ["bench.py", f"--out_dir={tmp_path}", *sections])
+    bench.main()
+    printed, written = capsys.readouterr().out, (tmp_path / "README.md").read_text()
+    results = json.loads((tmp_path / "bench.json").read_text())
+    assert list(results) == sections and (tmp_path / "depth.png").stat().st_size > 10_000
+    for name in sections:
+        assert bench.section_text(name, results[name]) in printed
+        assert bench.section_text(name, results[name]) in written
+    steps = results["depth"]["measured"]
+    ours, base = steps["method3_2, 16 layers train, checkpointed"], steps["baseline, 16 layers train, eager"]
+    (row,) = (line for line in written.splitlines() if "method3_2, 16 layers train, checkpointed" in line)
+    cells = [cell.strip() for cell in row.split("|")[2:-1]]
+    assert cells[0] == f"{ours['seconds']:.2f}" and cells[2] == f"{bench.times(ours, base):.2f}"
+    assert cells[3] == f"{ours['times_plain']:.2f}"
+    assert cells[6] == f"{ours['part']:.2f}" and cells[8] == f"{ours['peak_bytes'] / base['peak_bytes']:.2f}"
+
+
+def test_the_readme_prints_what_was_measured():
+    results = json.loads((ROOT / "results/bench/bench.json").read_text())
+    assert bench.modes_summary(results["modes"]["measured"]) in (ROOT / "README.md").read_text()
+    record = (ROOT / "results/bench/README.md").read_text()
+    for name in bench.SECTIONS:
+        assert bench.section_text(name, results[name]) in record
