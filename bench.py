@@ -169,6 +169,9 @@ class StockGPT2(nn.Module):
         self.head = nn.Linear(d, config.vocab_size, bias=False)
         self.head.weight = self.wte.weight
         self.n_head = config.n_head
+        for p in self.parameters():  # torch's own start gives logits whose softmax is full of denormals, which are slow
+            if p.dim() == 2:
+                nn.init.normal_(p, std=0.02)
 
     def forward(self, idx, targets, return_logits):
         x = self.wte(idx) + self.wpe.weight[: idx.size(1)]
