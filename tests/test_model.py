@@ -201,12 +201,14 @@ def test_checkpointed_reruns_have_the_same_gradients(mode, dropout):
     model = new_model(residual_mode=mode, dropout=dropout, n_kv_head=2).train()
     attention = Inputs(model.h[0].attn)
     idx = tokens(3, 8)
-    grads, runs = [], []
+    grads, runs, next_numbers = [], [], []
     for model.checkpoint_recompute in (False, True):
         torch.manual_seed(5)
         grads.append(gradients(model, model(idx, idx)[1]))
+        next_numbers.append(torch.rand(1))
         runs.append(len(attention.seen))
         attention.seen.clear()
+    assert next_numbers[0] == next_numbers[1]
     assert runs == [3, 5]  # layer 0: its own pass and two re-runs; checkpointed, the two once more in backward
     for name in grads[0]:
         close(grads[0][name], grads[1][name])
