@@ -337,7 +337,8 @@ class Block(nn.Module):
 class ForgetfulRerun(torch.autograd.Function):
     """
     Block.rerun that keeps its inputs alone: backward runs it once more. (Torch's own checkpoint keeps the graph of a
-    re-run, small pieces between the freed tensors that stop the C library from giving their place to the next ones.)
+    re-run, small pieces between the freed tensors that stop the C library from giving their place to the next ones. Its
+    reentrant kind does not, but adds to a parameter's gradient several times in a step, which DDP refuses.)
     """
 
     @staticmethod

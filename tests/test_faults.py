@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -389,8 +390,6 @@ LITTLE_MEMORY = "import resource; resource.setrlimit(resource.RLIMIT_DATA, (3 * 
 
 def test_hostile_checkpoints(tmp_path):
     """Nothing is called, nothing is allocated that the file does not hold."""
-    import pickle
-
     good("train.py", *tiny(tmp_path / "run"))
     path = tmp_path / "run/ckpt.pt"
     content = torch.load(path, weights_only=True)
