@@ -8,54 +8,34 @@ types, defaults and comments are the fields of dataclasses. Anything else is ref
 """
 
 import difflib
+import enum
 import inspect
 import math
-import os
-import signal
+import re
+import shutil
 import sys
-import time
+import textwrap
 import traceback
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType, NoneType
 from typing import get_args
 
+from lib.errors import UserError, refuse
+from lib.files import read_limited
 
-class UserError(Exception):
-    """Something the user can put right: one line `error: …` and an exit status, no traceback."""
-
-    def __init__(self, message, status=2):
-        text = " ".join(str(message).split())  # one line, whatever the message quotes
-        super().__init__(text if len(text) <= 1000 else f"{text[:500]} … {text[-500:]}")
-        self.status = status
-
-
-def run_main(main):
-    """Call a script's main(); a UserError ends it with one line on stderr."""
-    sys.stdout.reconfigure(errors="replace")  # a name or text that this terminal cannot show is no reason to end
-    try:
-        main()
-    except UserError as error:
-        if os.environ.get("RANK", "0") != "0":  # if all processes have this error, torchrun ends us with rank 0
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(2)
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.status)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # the reader of our output, such as head, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
-    except OSError as error:  # a folder that may not be written, a full disk
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+CONFIG_DIR = Path(__file__).resolve().parent / "config"
+MAX_FILE_BYTES = 1_000_000
 
 
 class Settings:
-    """The value of every key as an attribute; `given` holds the keys that were set, `files` the config files."""
+    """
+    The value of every key as an attribute; `given` holds the keys that were set, `files` the config files, `folders`
+    the folders that were named.
+    """
 
     def __init__(self, *dataclasses):
-        self.types, self.given, self.files = {}, set(), []
+        self.types, self.given, self.files, self.folders = {}, set(), [], []
         for field in (field for cls in dataclasses for field in fields(cls)):
             self.types[field.name] = field.type
             setattr(self, field.name, field.default)
@@ -65,14 +45,11 @@ class Settings:
 
     def set(self, key, value, where):
         self.check_known(key, where)
-        kinds = get_args(self.types[key]) or (self.types[key],)
-        if type(value) is int and not -(2**63) <= value < 2**63:
-            raise UserError(f"{where}: {key} must be less than 2^63, not {shorten(value)}")
-        if type(value) is int and float in kinds:
-            value = float(value)
-        if type(value) not in kinds or (type(value) is float and not math.isfinite(value)):
-            raise UserError(f"{where}: {key} must be {type_name(kinds)}, not {shorten(value)}")
-        setattr(self, key, value)
+        kinds = kinds_of(self.types[key])
+        try:
+            setattr(self, key, convert(value, kinds))
+        except ValueError as error:
+            raise UserError(f"{where}: {key} must be {str(error) or kind_names(kinds)}, not {shorten(value)}") from None
         self.given.add(key)
 
     def check_known(self, key, where):
@@ -82,33 +59,59 @@ class Settings:
             raise UserError(f"{where}: unknown key {shorten(key)}: {hint}")
 
 
-def configure(argv, *dataclasses):
-    """The dataclasses' fields as Settings, after the files and overrides of argv."""
+def kinds_of(expected):
+    """The types that a field's annotation, such as int | None, allows."""
+    return get_args(expected) or (expected,)
+
+
+def convert(value, kinds):
+    """value as one of the kinds; a ValueError says what it must be, where the kinds' names do not."""
+    if type(value) in (list, tuple) and tuple in kinds:
+        return tuple(convert(number, (float,)) for number in value)
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        raise ValueError("less than 2^63")
+    if type(value) is int and float in kinds:
+        value = float(value)
+    if type(value) not in kinds or (type(value) is float and not math.isfinite(value)):
+        raise ValueError
+    return value
+
+
+def configure(argv, *dataclasses, folders=False):
+    """
+    The dataclasses' fields as Settings, after the files and overrides of argv. folders: arguments that are neither
+    --key=value nor end in .py are folders. --help also shows the docstring of the first dataclass's module, examples
+    and all.
+    """
     settings = Settings(*dataclasses)
     if "--help" in argv or "-h" in argv:
-        print_help(dataclasses)
+        print_help(dataclasses, folders)
         sys.exit(0)
     for argument in argv:
-        if not argument.startswith("--"):
+        if argument.startswith("-"):
+            refuse(not re.match("--.*=", argument), f"{shorten(argument)}: write --key=value")
+            key, text = argument[2:].split("=", 1)
+            settings.check_known(key, where="command line")
+            settings.set(key, parse(text, kinds_of(settings.types[key])), where="command line")
+        elif folders and not argument.endswith(".py"):
+            settings.folders.append(argument)
+        else:
             for key, value in read_file(argument).items():
                 settings.set(key, value, where=argument)
             settings.files.append(argument)
-        elif "=" not in argument:
-            raise UserError(f"{shorten(argument)}: write --key=value")
-        else:
-            key, text = argument[2:].split("=", 1)
-            settings.check_known(key, where="command line")
-            settings.set(key, parse(text, settings.types[key]), where="command line")
     return settings
 
 
 def read_file(path):
     """What a config file assigns. Modules and names that start with _ are its own business."""
+    if not Path(path).exists():
+        near = difflib.get_close_matches(Path(path).stem, [file.stem for file in CONFIG_DIR.glob("*.py")], n=1)
+        hint = f"did you mean config/{near[0]}.py?" if near else "settings are written --key=value"
+        raise UserError(f"there is no config file {shorten(path)}: {hint}")
     try:
-        source = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise UserError(f"config file {shorten(path)} cannot be read: {reason}") from None
+        source = read_limited(path, MAX_FILE_BYTES).decode()
+    except UnicodeDecodeError:
+        raise UserError(f"config file {path} is not UTF-8 text") from None
     names = {}
     try:
         exec(compile(source, path, "exec"), names)
@@ -119,23 +122,25 @@ def read_file(path):
     return {k: v for k, v in names.items() if not k.startswith("_") and not isinstance(v, ModuleType)}
 
 
-def parse(text, expected):
-    """The value that a command line text stands for; where it stands for none of the type, the text itself."""
-    kinds = get_args(expected) or (expected,)
+def parse(text, kinds):
+    """The value that a command line text stands for; where it stands for none of the kinds, the text itself."""
     if text == "None" and NoneType in kinds:
         return None
     if bool in kinds and text.lower() in ("true", "false"):
         return text.lower() == "true"
-    for kind in {int, float}.intersection(kinds):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
+    try:
+        if tuple in kinds:
+            return tuple(float(number) for number in text.split(","))
+        if int in kinds or float in kinds:
+            return int(text) if int in kinds else float(text)
+    except ValueError:
+        pass
     return text
 
 
-def type_name(kinds):
-    return " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
+def kind_names(kinds):
+    names = {NoneType: "None", tuple: "numbers with commas between them"}
+    return " or ".join(names.get(kind, kind.__name__) for kind in kinds)
 
 
 def shorten(value):
@@ -146,12 +151,41 @@ def shorten(value):
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def print_help(dataclasses):
-    print(f"usage: python {os.path.basename(sys.argv[0])} [config/FILE.py …] [--key=value …]\n")
-    for cls in dataclasses:
-        lines = inspect.getsource(cls).splitlines()
-        for field in fields(cls):
-            declaration = next(line for line in lines if line.strip().startswith(f"{field.name}:"))
-            comment = declaration.partition("  # ")[2]
-            kind = type_name(get_args(field.type) or (field.type,))
-            print(f"  --{field.name + '=' + str(field.default):38} {kind:14} {comment}")
+# --- --help -----------------------------------------------------------------------------------------------------------
+
+
+def print_help(dataclasses, folders):
+    about = inspect.getdoc(sys.modules[dataclasses[0].__module__])
+    command = re.search(r"python (-m )?\S+", about)[0]
+    print(f"usage: {command} {'[FOLDER …] ' * folders}[config/FILE.py …] [--key=value …]\n\n{about}")
+    width = shutil.get_terminal_size((120, 24)).columns
+    for title, keys in (group for cls in dataclasses for group in help_groups(cls)):
+        print(f"\n{title}")
+        for field, comment in keys:
+            start = f"  --{field.name + '=' + str(field.default):32} {kind_names(kinds_of(field.type)):13} "
+            print(textwrap.fill(start + comment, width, subsequent_indent=" " * 50, break_on_hyphens=False))
+
+
+def help_groups(cls):
+    """(title, [(field, comment), …]) …; a comment line of its own in the dataclass's source is a title."""
+    known = {field.name: field for field in fields(cls)}
+    groups = [(cls.__name__, [])]
+    for line in inspect.getsource(cls).splitlines():
+        name = re.match(r"    (\w*):? ", line)
+        if line.startswith("    # "):
+            groups.append((line.removeprefix("    # "), []))
+        elif name and name[1] in known:
+            groups[-1][1].append((known[name[1]], with_choices(line.partition("  # ")[2], cls)))
+    return [group for group in groups if group[1]]
+
+
+def with_choices(comment, cls):
+    """For the name of a collection in the class's module, such as ACTIVATIONS, the values that it holds."""
+
+    def choices(name):
+        found = getattr(sys.modules[cls.__module__], name[0], None)
+        if isinstance(found, enum.EnumMeta):
+            found = [member.value for member in found]
+        return ", ".join(found) if isinstance(found, (dict, list, tuple)) else name[0]
+
+    return re.sub(r"\b[A-Z]\w+", choices, comment)

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from configurator import UserError
-from data.common import PrepareParser, files_matching, open_stream, stream_texts, user_error_from_os, write_dataset
+from data.prepare import PrepareParser, files_matching, open_rows, texts_of_rows, write_dataset
+from lib.errors import UserError, user_error_from_os
 
 HUB_NAME = "Salesforce/wikitext"
 HUB_SPLITS = {"train": "train", "val": "validation"}
@@ -62,7 +62,7 @@ def prepare(name, config):
         if files and files[0].suffix != ".parquet":
             lines = read_lines(files)
         else:
-            lines = stream_texts(open_stream(HUB_NAME, config, hub_split, files), HUB_NAME, files)
+            lines = texts_of_rows(open_rows(HUB_NAME, config, hub_split, files), HUB_NAME, files)
         documents[split] = articles(lines)
     write_dataset(
         args.folder, documents, args.tokenizer, source=f"{config} from {'local files' if args.source_dir else HUB_NAME}"

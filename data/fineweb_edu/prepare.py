@@ -21,26 +21,21 @@ from pathlib import Path
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from configurator import UserError, run_main
-from data.common import (
-    BIN_DTYPES,
-    SPLITS,
+from data.dataset import BIN_DTYPES, SPLITS, bin_dtype_name, load_meta
+from data.prepare import (
     PrepareParser,
     begin_dataset,
-    bin_dtype_name,
     encode_documents,
     files_matching,
     finish_dataset,
-    load_meta,
-    open_atomically,
-    open_stream,
+    open_rows,
     read_text,
     remove_files,
-    stream_texts,
-    tokenizer_from_option,
-    user_error_from_os,
-    write_file_atomically,
+    texts_of_rows,
 )
+from data.tokenizer import tokenizer_from_option
+from lib.errors import UserError, run_main, user_error_from_os
+from lib.files import open_whole, write_whole
 
 HUB_NAME = "HuggingFaceFW/fineweb-edu"
 HUB_CONFIG = "sample-10BT"
@@ -60,13 +55,13 @@ def open_source(files):
         import datasets
 
         return datasets.IterableDataset.from_generator(rows_of_text_files, gen_kwargs={"files": files})
-    return open_stream(HUB_NAME, HUB_CONFIG, "train", files)
+    return open_rows(HUB_NAME, HUB_CONFIG, "train", files)
 
 
 def read_batches(dataset, files, n_read, val_documents):
     """(split, texts, place in the stream after them); no batch has documents of both splits."""
     texts = []
-    for text in stream_texts(dataset, HUB_NAME, files):
+    for text in texts_of_rows(dataset, HUB_NAME, files):
         if not text:
             continue
         split = "val" if n_read < val_documents else "train"
@@ -162,11 +157,11 @@ def check_shards(folder, progress, itemsize):
 def save_shard(folder, progress, shard, arrays):
     with user_error_from_os(f"write to {folder}"):
         if shard:
-            with open_atomically(shard_path(folder, len(progress.shards))) as file:
+            with open_whole(shard_path(folder, len(progress.shards))) as file:
                 for ids in arrays:
                     file.write(ids.tobytes())
             progress.shards.append(shard)
-        write_file_atomically(folder / "progress.json", json.dumps(dataclasses.asdict(progress)).encode())
+        write_whole(folder / "progress.json", json.dumps(dataclasses.asdict(progress)).encode())
 
 
 def add_shards(folder, progress, encoded_batches, args):
@@ -216,7 +211,7 @@ def read_stream(folder, progress, files, args):
 def join_shards(folder, progress, tokenizer):
     counts = {}
     for split in SPLITS:
-        with user_error_from_os(f"write {folder / split}.bin"), open_atomically(folder / f"{split}.bin") as file:
+        with user_error_from_os(f"write {folder / split}.bin"), open_whole(folder / f"{split}.bin") as file:
             for index, shard in enumerate(progress.shards):
                 if shard.split == split:
                     with open(shard_path(folder, index), "rb") as source:

@@ -14,8 +14,8 @@ import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from configurator import UserError, run_main
-from data.common import PrepareParser, write_dataset
+from data.prepare import PrepareParser, write_dataset
+from lib.errors import UserError, run_main
 
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 

@@ -7,8 +7,8 @@ import urllib.request
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from configurator import UserError, run_main
-from data.common import PrepareParser, one_line, read_text, write_dataset
+from data.prepare import PrepareParser, read_text, write_dataset
+from lib.errors import UserError, one_line, run_main
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"

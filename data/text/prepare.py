@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from configurator import UserError, run_main
-from data.common import PrepareParser, read_text, user_error_from_os, write_dataset
+from data.prepare import PrepareParser, read_text, write_dataset
+from lib.errors import UserError, run_main, user_error_from_os
 
 SUFFIXES = (".txt", ".md", ".rst")
 
