@@ -45,11 +45,7 @@ class Settings:
 
     def set(self, key, value, where):
         self.check_known(key, where)
-        kinds = kinds_of(self.types[key])
-        try:
-            setattr(self, key, convert(value, kinds))
-        except ValueError as error:
-            raise UserError(f"{where}: {key} must be {str(error) or kind_names(kinds)}, not {shorten(value)}") from None
+        setattr(self, key, checked(f"{where}: {key}", value, self.types[key]))
         self.given.add(key)
 
     def check_known(self, key, where):
@@ -62,6 +58,15 @@ class Settings:
 def kinds_of(expected):
     """The types that a field's annotation, such as int | None, allows."""
     return get_args(expected) or (expected,)
+
+
+def checked(name, value, expected):
+    """value as one of the expected types, or a UserError that speaks of it by its name."""
+    kinds = kinds_of(expected)
+    try:
+        return convert(value, kinds)
+    except ValueError as error:
+        raise UserError(f"{name} must be {str(error) or kind_names(kinds)}, not {shorten(value)}") from None
 
 
 def convert(value, kinds):

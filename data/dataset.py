@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.tokenizer import load_tokenizer
+from data.tokenizer import MAX_VOCAB, load_tokenizer
 from lib.errors import UserError, refuse, user_error_from_os
 from lib.files import read_json
 
@@ -23,7 +23,6 @@ DATA_DIR = Path(__file__).resolve().parent
 SPLITS = ("train", "val")
 BIN_DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}  # little-endian on every machine
 MAX_META_BYTES = 1 << 16
-MAX_VOCAB = 1 << 24  # far above any real vocabulary, far below a size that exhausts memory
 
 
 # --- the format -------------------------------------------------------------------------------------------------------
@@ -65,31 +64,37 @@ def prepare_command(folder):
     return command
 
 
+def from_json(cls, values, path):
+    """A dataclass from the JSON of a file: its fields and no others, of their types, no number negative."""
+    types = {field.name: field.type for field in dataclasses.fields(cls)}
+    same = isinstance(values, dict) and values.keys() == types.keys()
+    refuse(not same, f"{path} is damaged: it must hold {', '.join(types)}")
+    for name, kind in types.items():
+        good = type(values[name]) is kind and (kind is not int or values[name] >= 0)
+        refuse(not good, f"{path} is damaged: {name} is not of type {kind.__name__}, or negative")
+    return cls(**values)
+
+
 def load_meta(folder):
     """The checked meta.json of a dataset whose bins are complete; anything else is a UserError."""
-    folder = Path(folder)
-    meta_path = folder / "meta.json"
+    try:
+        return read_meta(Path(folder))
+    except UserError as error:
+        raise UserError(f"{error}: run {prepare_command(folder)}") from None
 
-    def check(condition, reason):
-        refuse(not condition, f"{reason}: run {prepare_command(folder)}")
 
+def read_meta(folder):
+    path = folder / "meta.json"
     with user_error_from_os(f"read the dataset in {folder}"):
-        check(meta_path.is_file(), f"there is no prepared dataset in {folder}")
-        values = read_json(meta_path, MAX_META_BYTES)
-        bin_sizes = {path.stem: path.stat().st_size for path in folder.glob("*.bin") if path.is_file()}
-    fields = dataclasses.fields(Meta)
-    check(values.keys() == {field.name for field in fields}, f"{meta_path} is not a dataset's description")
-    for field in fields:
-        value = values[field.name]
-        check(type(value) is field.type, f"{field.name} in {meta_path} is not of type {field.type.__name__}")
-        check(field.type is not int or value >= 0, f"{field.name} in {meta_path} is negative")
-    meta = Meta(**values)
+        refuse(not path.is_file(), f"there is no prepared dataset in {folder}")
+        bin_sizes = {file.stem: file.stat().st_size for file in folder.glob("*.bin") if file.is_file()}
+    meta = from_json(Meta, read_json(path, MAX_META_BYTES), path)
     fits = meta.eot_id < meta.vocab_size <= MAX_VOCAB and meta.dtype == bin_dtype_name(meta.vocab_size)
-    check(fits, f"vocab_size, eot_id and dtype in {meta_path} do not fit together")
+    refuse(not fits, f"vocab_size, eot_id and dtype in {path} do not fit together")
     for split in SPLITS:
         n_tokens = getattr(meta, f"{split}_tokens")
         whole = n_tokens > 0 and bin_sizes.get(split) == n_tokens * BIN_DTYPES[meta.dtype].itemsize
-        check(whole, f"{folder / split}.bin is missing or does not have the size that {meta_path} says")
+        refuse(not whole, f"{folder / split}.bin is missing or does not have the size that {path} says")
     return meta
 
 

@@ -106,26 +106,34 @@ def finish_dataset(folder, tokenizer, counts, source, source_sha256):
 
 
 class PrepareParser(argparse.ArgumentParser):
-    """--tokenizer, --out and --data-dir, which every prepare script has; mistakes are UserErrors."""
+    """
+    --tokenizer, --out and --data-dir, which every prepare script has; what it reads goes into the group `source`.
+    --help also shows the script's docstring, examples and all. Mistakes are UserErrors.
+    """
 
-    def __init__(self, name, description, tokenizer):
-        super().__init__(description=description, allow_abbrev=False)
+    def __init__(self, name, docstring, tokenizer):
+        super().__init__(
+            usage=f"python data/{name}/prepare.py [OPTION …]" + " PATH …" * (name == "text"),
+            description=docstring.strip(),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            add_help=False,
+        )
         self.dataset_name = name
-        self.add_argument(
+        self.source = self.add_argument_group("what to read")
+        dataset = self.add_argument_group("what to make")
+        dataset.add_argument(
             "--tokenizer",
             dest="tokenizer_option",
             default=tokenizer,
             metavar="NAME",
             help=f"{TOKENIZER_CHOICES}; default {tokenizer}",
         )
-        self.add_argument("--out", default=name, metavar="NAME", help=f"name of the dataset; default {name}")
-        self.add_argument(
-            "--data-dir",
-            default=DATA_DIR,
-            type=Path,
-            metavar="DIR",
-            help="folder that holds the datasets; default data",
+        dataset.add_argument("--out", default=name, metavar="NAME", help=f"name of the dataset; default {name}")
+        dataset.add_argument(
+            "--data-dir", default=DATA_DIR, type=Path, metavar="DIR", help="folder of the datasets; default data"
         )
+        dataset.add_argument("-h", "--help", action="help", help="show this")
 
     def error(self, message):
         raise UserError(f"{message}; --help shows the options")

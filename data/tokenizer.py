@@ -16,6 +16,7 @@ from lib.errors import UserError, one_line, refuse, user_error_from_os
 from lib.files import read_limited
 
 MAX_TOKENIZER_BYTES = 1 << 26  # 64 MB; the largest in use have about half of that
+MAX_VOCAB = 1 << 24  # far above any real vocabulary, far below a size that exhausts memory
 TOKENIZER_CHOICES = "bytes, gpt2 or hf:FOLDER (a folder with a tokenizer.json)"
 
 # A tokenizer has: name, vocab_size, eot_id, files (what load_tokenizer needs to find in the dataset's folder), and
@@ -86,16 +87,25 @@ class HFTokenizer:
         self.eot_token = self._find_eot_token(vocab)
         self.eot_id = vocab[self.eot_token]
         self.vocab_size = max(vocab.values()) + 1  # not the number of entries: ids may have holes
+        refuse(self.vocab_size > MAX_VOCAB, f"{self.folder / 'tokenizer.json'} has ids of {MAX_VOCAB:,} and more")
 
     @contextlib.contextmanager
     def user_error_from_rust(self):
-        """The package raises many kinds, and a panic of its Rust code is not even an Exception."""
+        """The package raises many kinds; a panic of its Rust code is no Exception and prints a page to stderr first."""
+        stderr = os.dup(2)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 2)
         try:
             yield
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
-            raise UserError(f"cannot use {self.folder / 'tokenizer.json'} ({one_line(error)})") from None
+            path = self.folder / "tokenizer.json"
+            raise UserError(f"cannot use {path} ({one_line(error)}): fix it, or choose another tokenizer") from error
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            os.close(null)
 
     def _find_eot_token(self, vocab):
         try:
@@ -139,8 +149,9 @@ class HFTokenizer:
         return self._decode(ids).encode()
 
     def _decode(self, ids):
+        ids = np.asarray(ids, int).tolist()
         with self.user_error_from_rust():
-            return self.tokenizer.decode(np.asarray(ids, int).tolist(), skip_special_tokens=False)
+            return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def stream_decoder(self, prompt_ids=()):
         return HFStreamDecoder(self, prompt_ids)

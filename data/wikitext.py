@@ -42,18 +42,16 @@ def articles(lines):
     yield "".join(article)
 
 
-def prepare(name, config):
+def prepare(name, docstring, config):
     """The command line of wikitext103/prepare.py or wikitext2/prepare.py; config is the variant's name on the Hub."""
-    parser = PrepareParser(
-        name, f"{config}: Wikipedia articles, from the Hugging Face Hub ({HUB_NAME}) or --from DIR.", tokenizer="gpt2"
-    )
-    parser.add_argument(
+    parser = PrepareParser(name, docstring, tokenizer="gpt2")
+    parser.source.add_argument(
         "--from",
         dest="source_dir",
         type=Path,
         metavar="DIR",
-        help="local copy: train*.parquet and validation*.parquet, or wiki.train.raw and wiki.valid.raw, "
-        "or train*.txt and valid*.txt",
+        help="local copy instead of a download: train*.parquet and validation*.parquet, "
+        "or wiki.train.raw and wiki.valid.raw, or train*.txt and valid*.txt",
     )
     args = parser.parse()
     documents = {}

@@ -1,7 +1,11 @@
-"""FineWeb-Edu, the sample of 10 billion tokens: web pages, streamed from the Hugging Face Hub or read with --from DIR.
+"""
+FineWeb-Edu, the sample of 10 billion tokens: web pages, read from the Hugging Face Hub or with --from DIR.
 
-The stream becomes shards of tokens. A finished shard is written whole and then noted in progress.json, together with
-the place in the stream that follows it: a run that was stopped continues there. At the end the shards become the bins.
+    python data/fineweb_edu/prepare.py --max-tokens 1000000000
+    python data/fineweb_edu/prepare.py --from parquet-folder --workers 8
+
+The pages become shards of tokens. A finished shard is written whole and then noted in progress.json, together with the
+place in the source that follows it: a run that was stopped continues there. At the end the shards become the bins.
 The first documents are the validation set. source_sha256 in meta.json starts empty, and each document in turn makes it
 sha256(what it was + sha256(text)), all in hexadecimal.
 """
@@ -10,7 +14,6 @@ import argparse
 import collections
 import dataclasses
 import hashlib
-import json
 import multiprocessing
 import os
 import shutil
@@ -21,7 +24,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.dataset import BIN_DTYPES, SPLITS, bin_dtype_name, load_meta
+from data.dataset import BIN_DTYPES, SPLITS, bin_dtype_name, from_json, load_meta
 from data.prepare import (
     PrepareParser,
     begin_dataset,
@@ -32,17 +35,18 @@ from data.prepare import (
     read_text,
     remove_files,
     texts_of_rows,
+    user_error_from_source,
 )
 from data.tokenizer import tokenizer_from_option
-from lib.errors import UserError, run_main, user_error_from_os
-from lib.files import open_whole, write_whole
+from lib.errors import UserError, refuse, run_main, user_error_from_os
+from lib.files import open_whole, read_json, write_json
 
 HUB_NAME = "HuggingFaceFW/fineweb-edu"
 HUB_CONFIG = "sample-10BT"
 BATCH_DOCUMENTS = 64  # what a worker gets at a time
 
 
-# --- Reading and encoding ---------------------------------------------------------------------------------------------
+# --- reading and encoding ---------------------------------------------------------------------------------------------
 
 
 def rows_of_text_files(files):
@@ -59,7 +63,7 @@ def open_source(files):
 
 
 def read_batches(dataset, files, n_read, val_documents):
-    """(split, texts, place in the stream after them); no batch has documents of both splits."""
+    """(split, texts, place in the source after them); no batch has documents of both splits."""
     texts = []
     for text in texts_of_rows(dataset, HUB_NAME, files):
         if not text:
@@ -77,7 +81,7 @@ def read_batches(dataset, files, n_read, val_documents):
 def start_worker(tokenizer_option):
     global worker_tokenizer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a core a process: no threads in each
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core per process: no threads in each
     worker_tokenizer = tokenizer_from_option(tokenizer_option)
     worker_tokenizer.threads = 1
 
@@ -103,7 +107,7 @@ def encode_batches(batches, pool, n_ahead):
         yield split, result.get(), position
 
 
-# --- Shards and progress.json -----------------------------------------------------------------------------------------
+# --- shards and progress.json -----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -120,9 +124,9 @@ class Progress:
 
     options: dict
     shards: list = dataclasses.field(default_factory=list)  # what is in shard_00000.bin, shard_00001.bin, …
-    position: dict = None  # in the stream, after the last shard
+    position: dict = None  # in the source, after the last shard
     sha256: str = ""
-    finished: bool = False  # the stream has been read to its end, or to --max-tokens
+    finished: bool = False  # the source has been read to its end, or to --max-tokens
 
     def total(self, count, split):
         return sum(getattr(shard, count) for shard in self.shards if shard.split == split)
@@ -138,20 +142,20 @@ def load_progress(folder, options):
         begin_dataset(folder)
         return Progress(options)
     try:
-        progress = Progress(**json.loads(path.read_bytes()))
-        progress.shards = [Shard(**shard) for shard in progress.shards]
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"{path} is damaged: delete {folder} and run again") from error
-    if progress.options != options:
-        raise UserError(f"{folder} was begun with other options: use those, or delete it, or choose another --out")
+        progress = from_json(Progress, read_json(path), path)
+        progress.shards = [from_json(Shard, shard, path) for shard in progress.shards]
+    except UserError as error:
+        raise UserError(f"{error}: delete {folder} and run again") from error
+    other = progress.options != options
+    refuse(other, f"{folder} was begun with other options: use those, or delete it, or choose another --out")
     return progress
 
 
 def check_shards(folder, progress, itemsize):
     for index, shard in enumerate(progress.shards):
         path = shard_path(folder, index)
-        if not path.is_file() or path.stat().st_size != shard.tokens * itemsize:
-            raise UserError(f"{path} is damaged: delete {folder} and run again")
+        whole = path.is_file() and path.stat().st_size == shard.tokens * itemsize
+        refuse(not whole, f"{path} is damaged: delete {folder} and run again")
 
 
 def save_shard(folder, progress, shard, arrays):
@@ -161,7 +165,7 @@ def save_shard(folder, progress, shard, arrays):
                 for ids in arrays:
                     file.write(ids.tobytes())
             progress.shards.append(shard)
-        write_whole(folder / "progress.json", json.dumps(dataclasses.asdict(progress)).encode())
+        write_json(folder / "progress.json", dataclasses.asdict(progress))
 
 
 def add_shards(folder, progress, encoded_batches, args):
@@ -196,14 +200,15 @@ def add_shards(folder, progress, encoded_batches, args):
     save_shard(folder, progress, shard, arrays)
 
 
-def read_stream(folder, progress, files, args):
+def read_source(folder, progress, files, args):
     # Workers start before anything opens threads, and afresh: a fork of a process with threads may hang.
     with multiprocessing.get_context("spawn").Pool(args.workers, start_worker, (args.tokenizer_option,)) as pool:
         dataset = open_source(files)
         n_read = sum(progress.total("documents", split) for split in SPLITS)
         if n_read:
             print(f"continuing after {n_read:,} documents")
-            dataset.load_state_dict(progress.position)
+            with user_error_from_source(HUB_NAME, files):
+                dataset.load_state_dict(progress.position)
         batches = read_batches(dataset, files, n_read, args.val_documents)
         add_shards(folder, progress, encode_batches(batches, pool, 2 * args.workers), args)
 
@@ -228,7 +233,7 @@ def is_prepared(folder):
     return True
 
 
-# --- Command line -----------------------------------------------------------------------------------------------------
+# --- command line -----------------------------------------------------------------------------------------------------
 
 
 def positive(text):
@@ -240,13 +245,20 @@ def positive(text):
 
 def main():
     parser = PrepareParser("fineweb_edu", __doc__, tokenizer="gpt2")
-    parser.add_argument(
-        "--from", dest="source_dir", type=Path, metavar="DIR", help="local *.parquet, or *.txt with a document each"
+    parser.source.add_argument(
+        "--from",
+        dest="source_dir",
+        type=Path,
+        metavar="DIR",
+        help="local files instead of a download: *.parquet, or *.txt with a document each",
     )
-    parser.add_argument("--max-tokens", type=positive, metavar="N", help="end train with the document that reaches N")
-    parser.add_argument("--val-documents", type=positive, default=5000, metavar="N", help="default 5000")
-    parser.add_argument("--shard-tokens", type=positive, default=10**8, metavar="N", help="default 100000000")
-    parser.add_argument("--workers", type=positive, default=os.cpu_count(), metavar="N", help="default: one a core")
+    for option, default, words in (
+        ("--max-tokens", None, "end train with the document that reaches N tokens; default: all there is"),
+        ("--val-documents", 5000, "so many of the first documents for validation; default 5000"),
+        ("--shard-tokens", 10**8, "what is kept when it is stopped, in pieces of N tokens; default 100000000"),
+        ("--workers", os.cpu_count(), "processes that encode; default: one per core"),
+    ):
+        parser.source.add_argument(option, type=positive, default=default, metavar="N", help=words)
     args = parser.parse()
 
     files = files_matching(args.source_dir, ("*.parquet", "*.txt")) if args.source_dir else []
@@ -264,7 +276,7 @@ def main():
     else:
         check_shards(args.folder, progress, BIN_DTYPES[bin_dtype_name(args.tokenizer.vocab_size)].itemsize)
         if not progress.finished:
-            read_stream(args.folder, progress, files, args)
+            read_source(args.folder, progress, files, args)
         join_shards(args.folder, progress, args.tokenizer)
     remove_files(args.folder, "shard_*.bin")
 

@@ -1,4 +1,8 @@
-"""The built-in corpus: English prose that every Python carries, so it needs no network.
+"""
+The built-in corpus: English prose that every Python carries, so it needs no network. train.py makes it by itself.
+
+    python data/pydocs/prepare.py
+    python data/pydocs/prepare.py --tokenizer gpt2 --out pydocs-gpt2
 
 A document is one topic of Python's language reference (pydoc_data.topics), or all docstrings of one module of the
 standard library, each under its name. The modules are parsed, never imported: importing can do anything.

@@ -1,4 +1,9 @@
-"""Tiny Shakespeare, one megabyte of plays: the last tenth is the validation text."""
+"""
+Tiny Shakespeare, one megabyte of plays: the last tenth is the validation text.
+
+    python data/shakespeare/prepare.py
+    python data/shakespeare/prepare.py --from input.txt --tokenizer gpt2
+"""
 
 import hashlib
 import http.client
@@ -27,7 +32,9 @@ def download():
 
 def main():
     parser = PrepareParser("shakespeare", __doc__, tokenizer="bytes")
-    parser.add_argument("--from", dest="file", type=Path, metavar="FILE", help="a local copy instead of a download")
+    parser.source.add_argument(
+        "--from", dest="file", type=Path, metavar="FILE", help="a local copy instead of a download"
+    )
     args = parser.parse()
     text = read_text(args.file) if args.file else download()
     source = args.file.name if args.file else URL

@@ -1,4 +1,9 @@
-"""WikiText-103, raw. See data/wikitext.py."""
+"""
+WikiText-103, raw: Wikipedia articles, from the Hugging Face Hub or a local copy. See data/wikitext.py.
+
+    python data/wikitext103/prepare.py
+    python data/wikitext103/prepare.py --from wikitext-103-raw --tokenizer hf:llama
+"""
 
 import sys
 from pathlib import Path
@@ -8,4 +13,4 @@ from data.wikitext import prepare
 from lib.errors import run_main
 
 if __name__ == "__main__":
-    run_main(lambda: prepare("wikitext103", "wikitext-103-raw-v1"))
+    run_main(lambda: prepare("wikitext103", __doc__, "wikitext-103-raw-v1"))

@@ -1,4 +1,9 @@
-"""WikiText-2, raw. See data/wikitext.py."""
+"""
+WikiText-2, raw: Wikipedia articles, from the Hugging Face Hub or a local copy. See data/wikitext.py.
+
+    python data/wikitext2/prepare.py
+    python data/wikitext2/prepare.py --from wikitext-2-raw --tokenizer hf:llama
+"""
 
 import sys
 from pathlib import Path
@@ -8,4 +13,4 @@ from data.wikitext import prepare
 from lib.errors import run_main
 
 if __name__ == "__main__":
-    run_main(lambda: prepare("wikitext2", "wikitext-2-raw-v1"))
+    run_main(lambda: prepare("wikitext2", __doc__, "wikitext-2-raw-v1"))
