@@ -23,7 +23,7 @@ INK, GREY = "#222222", "#999999"
 # --- how a row looks: colour and marker are its mode's, the dashes its variant's --------------------------------------
 
 # Okabe and Ito's colours, which colour-blind people can tell apart: black is the baseline's, yellow too pale for a line
-PALETTE = "#E69F00 #56B4E9 #009E73 #D55E00 #CC79A7 #0072B2".split()
+PALETTE = "#0072B2 #E69F00 #009E73 #D55E00 #CC79A7 #56B4E9".split()
 FAMILIES = {"methods": "o^<>", "rivals": "sDvP"}  # a family's colours begin again with its next marker
 VARIANTS = {  # lengths on and off, those of several variants one behind the other; how the marker is filled
     "stored": ((5, 2), "none"),
@@ -70,7 +70,7 @@ def style(row):
 def variant_look(variant):
     """That of a number, as of the re-runs, is a long dash and as many dots."""
     number = int("".join(filter(str.isdecimal, variant)) or 0)
-    return VARIANTS.get(variant, ((7, 1.5) + (1, 1.5) * min(number, 8), "right" if number % 2 else "top"))
+    return VARIANTS.get(variant, ((7, 1.5) + (1, 1.5) * min(number, 8), ("bottom", "right", "top", "left")[number % 4]))
 
 
 # --- what pictures share ----------------------------------------------------------------------------------------------

@@ -1,20 +1,44 @@
-"""bench.py: not how fast anything is, but that the figures fit together."""
+"""tools/bench: not how fast anything is, but that the figures fit together."""
 
 import json
+import shutil
 import sys
 
 import pytest
 from helpers import ROOT, command
 
-import bench
+from model import GPTConfig, ResidualMode
+from tools import bench
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "vocab_size": 64, "residual_mode": "method3_2"}
+TOY = {"block_size": 16, "vocab_size": 64, "n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_embd": 8, "ffn_hidden": 8}
+
+
+def call(*args, **options):
+    """(exit status, stdout, stderr) of the real command."""
+    process = command("-m", "tools.bench", *args, **options)
+    stdout, stderr = process.communicate(timeout=120)
+    return process.returncode, stdout, stderr
 
 
 def measure(name, **arguments):
-    stdout, stderr = command("bench.py", "--measure", json.dumps([name, arguments])).communicate(timeout=120)
-    assert stderr == ""
+    status, stdout, stderr = call("--measure", json.dumps([name, arguments]))
+    assert (status, stderr) == (0, "")
     return json.loads(stdout)
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """main() with these arguments, at a toy shape and in this process."""
+    monkeypatch.setattr(bench, "NOTES", TOY)
+    monkeypatch.setattr(bench, "matmul_rate", lambda: 1e11)
+    monkeypatch.setattr(bench, "in_own_process", lambda measurement, **arguments: measurement(**arguments))
+
+    def main(*args):
+        monkeypatch.setattr(sys, "argv", ["bench", *map(str, args)])
+        bench.main()
+
+    return main
 
 
 @pytest.mark.parametrize("what", ["train", "eval"])
@@ -24,25 +48,56 @@ def test_a_step(what):
     assert (r["times_plain"] is not None) == (what == "train")
     assert r["tokens_per_second"] == pytest.approx(3 * 16 / r["seconds"])
     assert r["part"] == pytest.approx(r["limit"] / r["seconds"])
-    # by hand: two layers and a re-run, 8.5 tokens seen on average; a training step is three times the forward pass
-    project, mlp, attention = 2 * 16 * 16, 2 * 3 * 16 * 256, 2 * 2 * 16 * 8.5
-    flops = 2 * (4 * project + mlp + attention) + (2 * project + mlp + attention) + 2 * 16 * 64
+    # by hand: two layers, a re-run and a sum of two outputs, 8.5 tokens seen on average; a training step is three times
+    # the forward pass
+    project, mlp, attention, mixed = 2 * 16 * 16, 2 * 3 * 16 * 256, 2 * 2 * 16 * 8.5, 2 * 2 * 16
+    flops = 2 * (4 * project + mlp + attention) + (2 * project + mlp + attention) + mixed + 2 * 16 * 64
     flops *= 3 * 16 * (3 if what == "train" else 1)
     assert r["limit"] == pytest.approx(flops / (r["gflops"] * 1e9), rel=1e-6)
+    # k and v of two layers, v of the re-run
+    assert r["cache_bytes"] == (16 * 16 * 4 * (2 * 2 + 1) if what == "eval" else None)
 
 
 def test_generation_and_data():
     r = measure("measure_generate", config=SHAPE, context=8, new=4, repeats=1)
     assert 0 < r["slowest"] <= r["cached"] <= r["fastest"] and r["ratio"] == pytest.approx(r["cached"] / r["uncached"])
-    assert r["cache_bytes"] == 8 * 16 * 4 * (2 * 2 + 1)  # k and v of two layers, v of the re-run
+    assert r["cache_bytes"] == 8 * 16 * 4 * (2 * 2 + 1)
     r = measure("measure_data", batch=2, block_size=16)
     assert r["seconds"] > 0 and r["tokens"] == 32
 
 
-def test_an_unknown_section():
-    process = command("bench.py", "modez")
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 2 and stderr.startswith("error: unknown section 'modez': choose from modes, depth")
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["modez"], "unknown section 'modez': choose from modes, depth"),
+        (["modes", "--repeats=0"], "repeats must be at least 1"),
+        (["modes", "--rows=method9"], "'method9' is not known: choose from baseline"),
+        (["modes", "--rows=method3_2-often"], "'method3_2-often' is not known"),
+        (["modes", "--rows=baseline-1"], "'baseline-1': baseline runs nothing again"),
+        (["modes", "--rows=deeper"], "row 'deeper' is a baseline"),
+        (["modes", "--rows=method3_2-x2"], "row 'method3_2-x2' is a baseline or has the step of another row"),
+        (["depth", "--rows=mudd"], "--rows is for modes"),
+        (["against"], "name one other clone"),
+        (["against", "tests"], "tests is no clone"),
+        (["tables", "--out_dir=tests"], "tests/bench.json"),
+    ],
+)
+def test_a_mistake_is_one_line(toy, arguments, words):
+    with pytest.raises(bench.UserError, match=words):
+        toy(*arguments)
+
+
+def test_a_mistake_through_the_real_command(tmp_path):
+    status, stdout, stderr = call("modez", f"--out_dir={tmp_path / 'new'}")
+    assert status == 2 and stdout == "" and stderr.startswith("error: unknown section 'modez'")
+    assert stderr.count("\n") == 1 and not (tmp_path / "new").exists()
+
+
+def test_help_names_every_section():
+    status, stdout, _ = call("--help")
+    assert status == 0
+    for word in (*bench.SECTIONS, "against", "--rows=", "--repeats=", "--out_dir="):
+        assert word in stdout
 
 
 def test_relative_times_do_not_depend_on_the_rate():
@@ -51,21 +106,20 @@ def test_relative_times_do_not_depend_on_the_rate():
     assert bench.relative_time(fast, slow) == 4.0
 
 
-def test_sections_are_printed_and_written(tmp_path, monkeypatch, capsys):
-    """At a toy shape and in this process."""
-    tiny = {"block_size": 16, "vocab_size": 64, "n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_embd": 8, "ffn_hidden": 8}
-    monkeypatch.setattr(bench, "NOTES", tiny)
-    monkeypatch.setattr(bench, "matmul_rate", lambda: 1e11)
-    monkeypatch.setattr(bench, "in_own_process", lambda measurement, **arguments: measurement(**arguments))
+def test_sections_are_printed_and_written(toy, tmp_path, capsys):
     sections = ["modes", "depth", "data"]
-    monkeypatch.setattr(sys, "argv", ["bench.py", f"--out_dir={tmp_path}", *sections])
-    bench.main()
+    toy(*sections, f"--out_dir={tmp_path}", "--repeats=1")
     printed, written = capsys.readouterr().out, (tmp_path / "README.md").read_text()
     results = json.loads((tmp_path / "bench.json").read_text())
     assert list(results) == sections and (tmp_path / "depth.png").stat().st_size > 10_000
     for name in sections:
         assert bench.section_text(name, results[name]) in printed
         assert bench.section_text(name, results[name]) in written
+    # every mode has its lines, also one that is newer than this test; what re-runs was checkpointed as well
+    for row in [*(mode.value for mode in ResidualMode), "method3_2-1", "method3_3-stored"]:
+        assert {f"{row}, train, eager", f"{row}, eval, eager"} <= results["modes"]["measured"].keys()
+        reruns = GPTConfig(**TOY | bench.parse(row).model_changes()).n_reruns
+        assert bool(reruns) == (f"{row}, train, checkpointed" in results["modes"]["measured"])
     steps = results["depth"]["measured"]
     ours, base = steps["method3_2, 16 layers train, checkpointed"], steps["baseline, 16 layers train, eager"]
     (row,) = (line for line in written.splitlines() if "method3_2, 16 layers train, checkpointed" in line)
@@ -73,6 +127,100 @@ def test_sections_are_printed_and_written(tmp_path, monkeypatch, capsys):
     assert cells[0] == f"{ours['seconds']:.2f}" and cells[2] == f"{bench.relative_time(ours, base):.2f}"
     assert cells[3] == f"{ours['times_plain']:.2f}"
     assert cells[6] == f"{ours['part']:.2f}" and cells[8] == f"{ours['peak_bytes'] / base['peak_bytes']:.2f}"
+    # the cache: k and v of every layer and v of each re-run, at most k of them per layer
+    for row, k in {"baseline": 0, "method3_2": 15, "method3_2-1": 1, "method3_2-2": 2}.items():
+        for n_layer in (4, 8, 16):
+            values = 2 * n_layer + sum(min(m, k) for m in range(n_layer))
+            assert steps[f"{row}, {n_layer} layers eval, eager"]["cache_bytes"] == 16 * 4 * 4 * values
+
+    before = (tmp_path / "README.md").read_bytes(), (tmp_path / "depth.png").read_bytes()
+    (tmp_path / "README.md").unlink()
+    toy("tables", f"--out_dir={tmp_path}")
+    assert before == ((tmp_path / "README.md").read_bytes(), (tmp_path / "depth.png").read_bytes())
+
+
+def test_rows_join_the_record(toy, tmp_path):
+    """In pieces, and beside a record that has no figure for the cache."""
+    toy("modes", "--rows=mudd", f"--out_dir={tmp_path}", "--repeats=1")  # brings the baseline along
+    record = tmp_path / "bench.json"
+    first = json.loads(record.read_text())
+    cases = ["baseline, train, eager", "baseline, eval, eager", "mudd, train, eager", "mudd, eval, eager"]
+    assert list(first["modes"]["measured"]) == cases
+    for r in first["modes"]["measured"].values():
+        del r["cache_bytes"]
+    first["modes"]["about"] |= {"date": "2020-01-01", "code": "before"}
+    record.write_text(json.dumps(first))
+    toy("modes", "--rows=method3_2", f"--out_dir={tmp_path}", "--repeats=1")
+    second = json.loads(record.read_text())["modes"]
+    assert list(second["measured"]) == [
+        *cases[:2],
+        *(f"method3_2, {case}" for case in ("train, eager", "train, checkpointed", "eval, eager")),
+        *cases[2:],
+    ]
+    assert {case: second["measured"][case] for case in cases} == first["modes"]["measured"]
+    assert second["about"]["date"].startswith("2020-01-01, 2") and second["about"]["code"].startswith("before, ")
+    written = (tmp_path / "README.md").read_text()
+    assert bench.modes_summary(second["measured"]) in written and "| mudd, eval " in written
+    toy("modes", "--rows=mudd", f"--out_dir={tmp_path}", "--repeats=1")  # measured again: in its place
+    third = json.loads(record.read_text())["modes"]["measured"]
+    assert list(third) == list(second["measured"]) and third[cases[0]] == second["measured"][cases[0]]
+    assert third["mudd, train, eager"] != second["measured"]["mudd, train, eager"]
+
+
+def test_rows_of_two_machines_are_not_joined(toy, tmp_path):
+    record = tmp_path / "bench.json"
+    shutil.copy(ROOT / "results/bench/bench.json", record)
+    before = json.loads(record.read_text())
+    before["modes"]["about"]["machine"] = "another"
+    record.write_text(json.dumps(before))
+    with pytest.raises(bench.UserError, match="modes was measured with machine another"):
+        toy("modes", "--rows=mudd", f"--out_dir={tmp_path}")
+    assert json.loads(record.read_text()) == before
+
+
+def test_two_clones_in_turn(toy, tmp_path, monkeypatch, capsys):
+    """The other is this one without a mode, as an older one would be."""
+    other = tmp_path / "other"
+    shutil.copytree(ROOT / "lib", other / "lib")
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, other)
+    source = (other / "model.py").read_text()
+    (other / "model.py").write_text(source.replace('"mudd", rivals.MUDD', '"muddle", rivals.MUDD'))
+    monkeypatch.setattr(bench, "compare_clones", keep(bench.compare_clones, kept := []))
+    toy("against", other, "--rows=method3_2,mudd", "--repeats=2")
+    printed = capsys.readouterr()
+    (results,) = kept
+    assert list(results) == ["method3_2"] and "mudd is left out" in printed.err and str(other) in printed.err
+    assert len(results["method3_2"]) == 2  # rounds of (here, there)
+    for answers in results["method3_2"]:
+        for train, evaluate, peak in answers:
+            assert 0 < evaluate and 0 < train and peak > 1e7
+    assert bench.clones_table(results) in printed.out
+
+
+def keep(function, kept):
+    def keeping(*args):
+        kept.append(function(*args))
+        return kept[-1]
+
+    return keeping
+
+
+def test_the_table_of_two_clones():
+    """The median of the rounds' ratios, not the ratio of the medians."""
+    rounds = [
+        ([2.0, 1.0, 200e6], [1.0, 1.0, 100e6]),
+        ([3.0, 1.0, 210e6], [3.0, 2.0, 100e6]),
+        ([9.0, 1.0, 220e6], [3.0, 4.0, 110e6]),
+    ]
+    (line,) = bench.clones_table({"mudd": rounds}).splitlines()[2:]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells == [
+        "mudd",
+        *("3.000", "3.000", "2.000", "1.000–3.000"),
+        *("1.000", "2.000", "0.500", "0.250–1.000"),
+        *("220", "110", "2.000"),
+    ]
 
 
 def test_the_readme_prints_what_was_measured():

@@ -1,26 +1,28 @@
 """
 Speed and memory on this machine's CPU, each figure beside its limit:
 
-    python bench.py                   # everything
-    python bench.py modes generate    # some sections
+    python -m tools.bench                                 # every section, some hours on 2 cores
+    python -m tools.bench modes generate                  # some sections
+    python -m tools.bench modes --rows=baseline,mudd      # some rows, which join those of the record
+    python -m tools.bench tables --out_dir=results/bench  # nothing new: tables and picture of a record again
+    python -m tools.bench against ../other_clone          # the same steps by two clones of this project in turn
 
 The limit of a step is its FLOPs (model.flops_per_token, three times that for training) at the rate of a 2048³ float32
 matrix multiplication, measured between the steps. Every configuration runs in a process of its own, so that its peak
-memory is its own. Prints tables, and writes them with bench.json and a picture into out/bench (--out_dir=FOLDER).
+memory is its own. Prints tables, and writes them with bench.json and a picture into out_dir. The sections: modes (every
+residual mode), depth, length, vocabulary, compiled, gpt2 (beside stock torch modules), generate, data.
 """
 
-import importlib.util
 import itertools
 import json
 import os
-import platform
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -28,11 +30,27 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from compare import read_json
-from configurator import UserError, run_main
+from configurator import configure
+from data.dataset import Windows
+from lib.checkpoint import code_hash
+from lib.errors import UserError, refuse, run_main, user_error_from_os
+from lib.files import read_json, write_json, write_whole
+from lib.machine import keep_freed_memory, peak_resident, processor_name
+from lib.plots import markdown_table, plot_growth
 from model import GPT, GPTConfig, ResidualMode
-from report import draw_growth, markdown_table
-from train import ROOT, Blocks, code_hash, keep_freed_memory, peak_resident, write_file_atomically, write_json
+from tools.compare.rows import parse
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class BenchConfig:
+    # what is measured
+    rows: str | None = None  # of modes, compiled, generate, against: MODE, MODE-stored, MODE-1 (reruns=1) …; None: all
+    repeats: int | None = None  # steps that are timed; None: each section's own number
+    # where it goes
+    out_dir: str = "out/bench"  # bench.json, README.md and depth.png
+
 
 # the model of the notes
 NOTES = {
@@ -45,6 +63,9 @@ NOTES = {
     "ffn_hidden": 1024,
 }
 LLAMA_12 = {"block_size": 1024, "vocab_size": 8192, "n_layer": 12, "n_head": 6, "n_embd": 384}
+TRAINING = {"weight_decay": 0.1, "learning_rate": 1e-4, "betas": (0.9, 0.95)}
+ALL_ROWS = [mode.value for mode in ResidualMode] + ["method3_2-1", "method3_3-stored"]
+LEARNED = ("baseline", "method3_2", "method4_2")  # one mode of each site stands for the others
 REPEATS = 5
 
 
@@ -78,7 +99,7 @@ def random_batch(config, batch, length):
 
 
 def new_optimizer(model):
-    return model.configure_optimizers(weight_decay=0.1, learning_rate=1e-4, betas=(0.9, 0.95))
+    return model.configure_optimizers(**TRAINING)
 
 
 def new_step(config, what, batch, checkpoint, compile):
@@ -125,7 +146,16 @@ def measure_step(config, what, batch=1, checkpoint=False, compile=False, repeats
         "limit": statistics.median(limits),
         "part": statistics.median(parts),
         "peak_bytes": peak,
+        "cache_bytes": cache_bytes(model, config.block_size) if what == "eval" else None,
     }
+
+
+def cache_bytes(model, length):
+    """Of what generation keeps of so many tokens; the cache allocates for its whole length at the first."""
+    cache = model.new_cache(1, length)
+    with torch.no_grad():
+        model(torch.zeros(1, 1, dtype=torch.long), cache=cache)
+    return cache.nbytes()
 
 
 def measure_gpt2(repeats=9):
@@ -198,9 +228,6 @@ def measure_generate(config, context, new=32, repeats=3):
             yield tokens / seconds_of(lambda stream=stream: list(stream))
 
     cached, uncached = sorted(rates(new, True)), statistics.median(rates(1, False))
-    cache = model.new_cache(1, context)
-    with torch.no_grad():
-        model(prompt, cache=cache)
     return {
         "cached": statistics.median(cached),
         "slowest": cached[0],
@@ -208,7 +235,7 @@ def measure_generate(config, context, new=32, repeats=3):
         "uncached": uncached,
         "ratio": statistics.median(cached) / uncached,
         "limit": matmul_rate() / model.flops_per_token(2 * context),  # this token sees the whole context
-        "cache_bytes": cache.nbytes(),
+        "cache_bytes": cache_bytes(model, context),
         "peak_bytes": peak_resident(),
     }
 
@@ -248,10 +275,10 @@ def measure_data(batch=8, block_size=2048):
 
     with tempfile.NamedTemporaryFile() as file:
         np.memmap(file, dtype="<u2", mode="w+", shape=(100_000_000,))[:] = 7
-        blocks = Blocks(np.memmap(file.name, dtype="<u2", mode="r"), block_size, 32000, seed=1)
-        blocks.shuffled(0, 1)  # the order of an epoch is drawn once
+        windows = Windows(np.memmap(file.name, dtype="<u2", mode="r"), block_size, 32000, seed=1)
+        windows.shuffled(0, 1)  # the order of an epoch is made once
         batches = [
-            seconds_of(lambda n=n: blocks.batch(blocks.shuffled(n, n + batch), batch, torch.device("cpu")))
+            seconds_of(lambda n=n: windows.batch(windows.shuffled(n, n + batch), batch, torch.device("cpu")))
             for n in range(0, 50 * batch, batch)
         ]
     return {"seconds": statistics.median(batches), "tokens": batch * block_size}
@@ -264,12 +291,11 @@ MEASUREMENTS = {
 
 
 def in_own_process(measurement, **arguments):
-    command = [sys.executable, __file__, "--measure", json.dumps([measurement.__name__, arguments])]
+    command = [sys.executable, "-m", "tools.bench", "--measure", json.dumps([measurement.__name__, arguments])]
     with tempfile.TemporaryDirectory() as empty:  # torch.compile starts from nothing
         environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": empty}
-        result = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
-    if result.returncode:
-        raise UserError(f"{measurement.__name__} {arguments} failed: see above", status=1)
+        result = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+    refuse(result.returncode, f"{measurement.__name__} {arguments} failed: see above", status=1)
     return json.loads(result.stdout.splitlines()[-1])
 
 
@@ -277,12 +303,12 @@ def in_own_process(measurement, **arguments):
 
 
 def measure_steps(cases):
-    """cases: (mode, shape, variant) -> arguments of measure_step besides the variant's own."""
+    """cases: (row, shape, variant) -> arguments of measure_step besides the row's and the variant's own."""
     results = {}
     for case in tqdm(cases, unit="case", leave=False):
-        mode, _, variant = case
+        row, _, variant = case
         arguments = cases[case] | {"checkpoint": variant == "checkpointed", "compile": variant == "compiled"}
-        arguments["config"] = arguments["config"] | {"residual_mode": mode}
+        arguments["config"] = arguments["config"] | parse(row).model_changes()
         results[", ".join(case)] = in_own_process(measure_step, **arguments)
     return results
 
@@ -296,13 +322,14 @@ def step_table(results):
     """× baseline: the eager one of the same shape; × plain: neither checkpointed nor compiled."""
     header = ["", "s", "fastest–slowest", "× baseline", "× plain", "tokens/s", "limit s", "part of limit"]
     header += ["peak GB", "× baseline", "first s"]
+    with_cache = any(r.get("cache_bytes") for r in results.values())  # older records have no such figure
     rows = []
     for name, r in results.items():
-        mode, shape, variant = name.split(", ")
+        row, shape, variant = name.split(", ")
         base = results[f"baseline, {shape}, eager"]
         rows.append(
             [
-                f"{mode}, {shape}{'' if variant == 'eager' else f', {variant}'}",
+                f"{row}, {shape}{'' if variant == 'eager' else f', {variant}'}",
                 f"{r['seconds']:.2f}",
                 f"{r['fastest']:.2f}–{r['slowest']:.2f}",
                 f"{relative_time(r, base):.2f}",
@@ -315,23 +342,25 @@ def step_table(results):
                 f"{r['first']:.1f}",
             ]
         )
+        if with_cache:
+            rows[-1].append(f"{r['cache_bytes'] / 1e6:.1f}" if r.get("cache_bytes") else "")
     rates = sorted(r["gflops"] for r in results.values())
     rate = f"Matrix multiplication meanwhile: {rates[0]:.0f} to {rates[-1]:.0f} GFLOP/s."
-    return f"{rate}\n\n{markdown_table(header, rows)}"
+    return f"{rate}\n\n{markdown_table(header + ['cache MB'] * with_cache, rows)}"
 
 
 def modes_summary(results):
-    """One row a mode."""
+    """One line per row."""
     header = ["", "training step, s", "× baseline", "part of limit", "peak GB", "× baseline"]
     header += ["checkpointed: × time", "peak × baseline", "evaluation, s", "× baseline", "part of limit"]
     base_train, base_eval = results["baseline, train, eager"], results["baseline, eval, eager"]
     rows = []
-    for mode in dict.fromkeys(name.split(", ")[0] for name in results):  # a mode newer than the record has no row
-        train, evaluate = results[f"{mode}, train, eager"], results[f"{mode}, eval, eager"]
-        checkpointed = results.get(f"{mode}, train, checkpointed")
+    for row in dict.fromkeys(name.split(", ")[0] for name in results):  # what is newer than the record has no line
+        train, evaluate = results[f"{row}, train, eager"], results[f"{row}, eval, eager"]
+        checkpointed = results.get(f"{row}, train, checkpointed")
         rows.append(
             [
-                mode,
+                row,
                 f"{train['seconds']:.2f}",
                 f"{relative_time(train, base_train):.2f}",
                 f"{train['part']:.2f}",
@@ -351,89 +380,80 @@ def modes_table(results):
     return f"{modes_summary(results)}\n\n{step_table(results)}"
 
 
-LEARNED = ("baseline", "method3_2", "method4_2")  # one mode of each site stands for the others
-
-
-def modes():
+def modes(rows, repeats):
     cases = {}
-    for mode in ResidualMode:
-        cases[mode.value, "train", "eager"] = {"config": NOTES, "what": "train"}
-        if mode.site:
-            cases[mode.value, "train", "checkpointed"] = {"config": NOTES, "what": "train", "repeats": 3}
-        cases[mode.value, "eval", "eager"] = {"config": NOTES, "what": "eval"}
+    for row in rows:
+        cases[row, "train", "eager"] = {"config": NOTES, "what": "train", "repeats": repeats or REPEATS}
+        if GPTConfig(**NOTES | parse(row).model_changes()).n_reruns:
+            cases[row, "train", "checkpointed"] = {"config": NOTES, "what": "train", "repeats": repeats or 3}
+        cases[row, "eval", "eager"] = {"config": NOTES, "what": "eval", "repeats": repeats or REPEATS}
     return measure_steps(cases)
 
 
-def depth():
+def depth(_, repeats):
     cases = {}
     for n_layer in (4, 8, 16):
-        for mode in LEARNED:
+        for row in (*LEARNED, "method3_2-1", "method3_2-2"):
             for what in ("train", "eval"):
-                arguments = {"config": NOTES | {"n_layer": n_layer}, "what": what, "repeats": 2}
-                cases[mode, f"{n_layer} layers {what}", "eager"] = arguments
-                if mode != "baseline" and what == "train":
-                    cases[mode, f"{n_layer} layers {what}", "checkpointed"] = arguments
+                arguments = {"config": NOTES | {"n_layer": n_layer}, "what": what, "repeats": repeats or 2}
+                cases[row, f"{n_layer} layers {what}", "eager"] = arguments
+                if row in LEARNED and row != "baseline" and what == "train":
+                    cases[row, f"{n_layer} layers {what}", "checkpointed"] = arguments
     return measure_steps(cases)
 
 
-def length():
+def length(_, repeats):
     cases = {}
     for block_size in (512, 1024, 2048):
-        for mode in LEARNED:
+        for row in LEARNED:
             for what in ("train", "eval"):
                 config, batch = NOTES | {"block_size": block_size}, 2048 // block_size
-                arguments = {"config": config, "what": what, "batch": batch, "repeats": 3}
-                cases[mode, f"length {block_size} {what}", "eager"] = arguments
+                arguments = {"config": config, "what": what, "batch": batch, "repeats": repeats or 3}
+                cases[row, f"length {block_size} {what}", "eager"] = arguments
     return measure_steps(cases)
 
 
-def vocabulary():
-    return measure_steps(
-        {
-            ("baseline", f"vocabulary {vocab_size:,}", "eager"): {
-                "config": NOTES | {"vocab_size": vocab_size},
-                "what": "train",
-            }
-            for vocab_size in (8192, 32000, 50304)
-        }
-    )
+def vocabulary(_, repeats):
+    cases = {}
+    for vocab_size in (8192, 32000, 50304):
+        arguments = {"config": NOTES | {"vocab_size": vocab_size}, "what": "train", "repeats": repeats or REPEATS}
+        cases["baseline", f"vocabulary {vocab_size:,}", "eager"] = arguments
+    return measure_steps(cases)
 
 
-def compiled():
-    return measure_steps(
-        {
-            (mode.value, "train", variant): {"config": LLAMA_12, "what": "train", "repeats": 3}
-            for mode in ResidualMode
-            for variant in ("eager", "compiled")
-        }
-    )
+def compiled(rows, repeats):
+    arguments = {"config": LLAMA_12, "what": "train", "repeats": repeats or 3}
+    return measure_steps({(row, "train", variant): arguments for row in rows for variant in ("eager", "compiled")})
 
 
-def gpt2():
-    return in_own_process(measure_gpt2)
+def gpt2(_, repeats):
+    return in_own_process(measure_gpt2, repeats=repeats or 9)
 
 
 def gpt2_table(r):
-    smallest, *_, largest = r["ratios"]
+    smallest, largest = r["ratios"][0], r["ratios"][-1]
     return markdown_table(
         ["this repository, s", "stock torch modules, s", "ratio", "smallest–largest"],
         [[f"{r['ours']:.3f}", f"{r['stock']:.3f}", f"{r['ratio']:.3f}", f"{smallest:.3f}–{largest:.3f}"]],
     )
 
 
-def generate():
-    if importlib.util.find_spec("transformers") is None:
-        raise UserError("the section generate compares with transformers: pip install -r requirements-dev.txt")
-    cases = [(mode.value, 12, 512) for mode in ResidualMode]
-    for mode in LEARNED:
-        cases += [(mode, n_layer, 512) for n_layer in (4, 8, 16)]
-        cases += [(mode, 12, context) for context in (128, 992)]
+def generate(rows, repeats):
+    refuse(
+        find_spec("transformers") is None,
+        "the section generate compares with transformers: pip install -r requirements-dev.txt",
+    )
+    cases = [(row, 12, 512) for row in rows]
+    for row in LEARNED:
+        if row in rows:
+            cases += [(row, n_layer, 512) for n_layer in (4, 8, 16)]
+            cases += [(row, 12, context) for context in (128, 992)]
     results = {}
-    for mode, n_layer, context in tqdm(cases, unit="case", leave=False):
-        config = LLAMA_12 | {"n_layer": n_layer, "residual_mode": mode}
-        name = f"{mode}, {n_layer} layers, context {context}"
-        results[name] = in_own_process(measure_generate, config=config, context=context)
-    return results | {"transformers": in_own_process(measure_transformers)}
+    for row, n_layer, context in tqdm(cases, unit="case", leave=False):
+        config = LLAMA_12 | {"n_layer": n_layer} | parse(row).model_changes()
+        name = f"{row}, {n_layer} layers, context {context}"
+        results[name] = in_own_process(measure_generate, config=config, context=context, repeats=repeats or 3)
+    return results | {"transformers": in_own_process(measure_transformers, repeats=repeats or 3)}
 
 
 def generate_table(results):
@@ -459,9 +479,9 @@ def generate_table(results):
     )
 
 
-def data():
+def data(_, repeats):
     batch = in_own_process(measure_data)
-    step = in_own_process(measure_step, config=NOTES, what="train", repeats=2)
+    step = in_own_process(measure_step, config=NOTES, what="train", repeats=repeats or 2)
     return batch | {"part": batch["seconds"] / batch["tokens"] * step["tokens_per_second"]}
 
 
@@ -480,42 +500,171 @@ SECTIONS = {  # name: title, measurement, its table
     "generate": ("A new token: layers × 384, vocabulary 8192, behind a context, batch 1", generate, generate_table),
     "data": ("A batch from a memory-mapped file of 100 million tokens", data, data_table),
 }
+WITH_ROWS = ("modes", "compiled", "generate")
+
+
+# --- the record -------------------------------------------------------------------------------------------------------
 
 
 def section_text(name, result):
     title, _, table = SECTIONS[name]
     about = ", ".join(f"{key} {value}" for key, value in result["about"].items() if key != "code")
-    return f"## {title}\n\n`python bench.py {name}`: {about}\n\n{table(result['measured'])}\n"
+    return f"## {title}\n\n`python -m tools.bench {name}`: {about}\n\n{table(result['measured'])}\n"
 
 
-def cpu_name():
-    info = Path("/proc/cpuinfo")
-    names = re.findall(r"^model name\s*: (.*)", info.read_text() if info.exists() else "", re.M)
-    return names[0] if names else platform.processor()
-
-
-def draw_depth(results, path):
-    """Seconds and peak memory of a training step against the number of layers."""
+def plot_depth(results, path):
+    """Seconds and peak memory of a training step and, if it was measured, the cache against the number of layers."""
+    figures = [("training step, s", "train", "seconds", 1), ("peak memory, GB", "train", "peak_bytes", 1e9)]
+    if any(r.get("cache_bytes") for r in results.values()):
+        figures.append(("cache of 2048 tokens, MB", "eval", "cache_bytes", 1e6))
     panels = []
-    for label, key, unit in (("training step, s", "seconds", 1), ("peak memory, GB", "peak_bytes", 1e9)):
-        lines = defaultdict(lambda: ([], []))
+    for label, what, key, unit in figures:
+        lines = {}
         for name, r in results.items():
-            mode, shape, variant = name.split(", ")
-            if shape.endswith("train"):
-                x, y = lines[mode if variant == "eager" else f"{mode}-{variant}"]
+            row, shape, variant = name.split(", ")
+            if shape.endswith(what):
+                x, y = lines.setdefault(row if variant == "eager" else f"{row}-{variant}", ([], []))
                 x.append(int(shape.split()[0]))
                 y.append(r[key] / unit)
         panels.append((label, lines))
-    draw_growth(panels, "layers", path)
+    plot_growth(panels, "layers", path)
 
 
 def write_record(folder, results):
     write_json(folder / "bench.json", results)
     texts = [section_text(name, results[name]) for name in SECTIONS if name in results]
     if "depth" in results:
-        draw_depth(results["depth"]["measured"], folder / "depth.png")
+        plot_depth(results["depth"]["measured"], folder / "depth.png")
         texts.append("![Seconds and peak memory of a training step at 4, 8 and 16 layers](depth.png)\n")
-    write_file_atomically(folder / "README.md", "\n".join(["# Speed and memory\n", *texts]).encode())
+    write_whole(folder / "README.md", "\n".join(["# Speed and memory\n", *texts]).encode())
+
+
+def check_same_machine(name, then, now):
+    for key in ("machine", "threads", "torch"):
+        different = f"the record's {name} was measured with {key} {then[key]}, not {now[key]}"
+        refuse(then[key] != now[key], f"{different}: measure all of its rows, or choose another --out_dir")
+
+
+def joined(before, now):
+    """A section of the record with the rows that were measured now."""
+    about = {key: ", ".join(dict.fromkeys([before["about"][key], now["about"][key]])) for key in ("date", "code")}
+    measured = before["measured"] | now["measured"]
+    order = {row: n for n, row in enumerate(ALL_ROWS)}
+    names = sorted(measured, key=lambda case: order.get(case.split(", ")[0], len(order)))
+    return {"about": now["about"] | about, "measured": {case: measured[case] for case in names}}
+
+
+# --- two clones -------------------------------------------------------------------------------------------------------
+
+CLONE = """
+import json, resource, sys, time
+import torch
+from model import GPT, GPTConfig
+
+config, training = json.loads(sys.argv[1])
+torch.manual_seed(0)
+try:
+    model = GPT(GPTConfig(**config))
+except (TypeError, ValueError) as error:  # a row or a setting that this clone does not know
+    sys.exit(f"{type(error).__name__}: {error}")
+optimizer = model.configure_optimizers(**training)
+x = torch.randint(0, model.config.vocab_size, (1, model.config.block_size))
+
+def train():
+    model.train()(x, x, return_logits=False)[1].backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+@torch.no_grad()
+def evaluate():
+    model.eval()(x, x, return_logits=False)
+
+for step in (train, train, evaluate):
+    step()
+for line in sys.stdin:
+    seconds = []
+    for step in (train, evaluate):
+        started = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - started)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    print(json.dumps([*seconds, peak]), flush=True)
+"""
+
+
+class Clone:
+    """A process of a clone that makes a training step and an evaluation when asked, and waits in between."""
+
+    def __init__(self, folder, config):
+        command = [sys.executable, "-c", CLONE, json.dumps([config, TRAINING])]
+        keep = {"MALLOC_MMAP_THRESHOLD_": str(2**31 - 1), "MALLOC_TRIM_THRESHOLD_": str(2**62)}  # keep_freed_memory
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.folder, self.process = folder, subprocess.Popen(command, cwd=folder, env=os.environ | keep, **pipes)
+
+    def ask(self):
+        """Seconds of a training step and of an evaluation, and the largest resident set so far in bytes."""
+        try:
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+            return json.loads(self.process.stdout.readline())
+        except (BrokenPipeError, ValueError):
+            words = self.process.communicate()[1].strip().splitlines()
+            raise UserError(f"{self.folder}: {words[-1] if words else 'no answer'}", status=1) from None
+
+    def end(self):
+        self.process.kill()
+        self.process.communicate()
+
+
+def compare_clones(other, rows, repeats):
+    """Steps by this clone and by the other in turn; what a clone does not know is left out and named."""
+    results = {}
+    for row in tqdm(rows, unit="row", leave=False):
+        clones = [Clone(folder, NOTES | parse(row).model_changes()) for folder in (ROOT, other)]
+        try:
+            for clone in clones:
+                clone.ask()
+            rounds = []
+            for n in range(repeats):
+                order = (0, 1) if n % 2 == 0 else (1, 0)  # neither is always the first
+                answers = {i: clones[i].ask() for i in order}
+                rounds.append((answers[0], answers[1]))
+            results[row] = rounds
+        except UserError as error:
+            tqdm.write(f"{row} is left out: {error}", file=sys.stderr)
+        finally:
+            for clone in clones:
+                clone.end()
+    return results
+
+
+def clones_table(results):
+    """results: {row: [(here, there), …]}, each training and evaluation seconds and peak."""
+    header = ["", "training here, s", "there, s", "ratio", "smallest–largest"]
+    header += ["evaluation here, s", "there, s", "ratio", "smallest–largest", "peak here, MB", "there, MB", "ratio"]
+    lines = []
+    for row, rounds in results.items():
+        line = [row]
+        for i in (0, 1):
+            ratios = sorted(here[i] / there[i] for here, there in rounds)
+            line += [f"{statistics.median(answers[i] for answers in side):.3f}" for side in zip(*rounds, strict=True)]
+            line += [f"{statistics.median(ratios):.3f}", f"{ratios[0]:.3f}–{ratios[-1]:.3f}"]
+        here, there = (side[-1][2] for side in zip(*rounds, strict=True))
+        lines.append([*line, f"{here / 1e6:,.0f}", f"{there / 1e6:,.0f}", f"{here / there:.3f}"])
+    return markdown_table(header, lines)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def chosen_rows(text):
+    """Rows as in tools/compare, of those with a step of their own."""
+    rows = ALL_ROWS if text is None else list(dict.fromkeys(text.split(",")))
+    for name in rows:
+        row = parse(name)
+        of_another = row.control or row.fast or row.length != 1
+        refuse(of_another, f"row {name!r} is a baseline or has the step of another row: name that one")
+    return rows
 
 
 def main():
@@ -524,25 +673,43 @@ def main():
         keep_freed_memory()  # as training does
         print(json.dumps(MEASUREMENTS[name](**values)))
         return
-    folder, names = ROOT / "out" / "bench", []
-    for argument in sys.argv[1:]:
-        if argument.startswith("--out_dir="):
-            folder = Path(argument.partition("=")[2])
-        elif argument in SECTIONS:
-            names.append(argument)
-        else:
-            raise UserError(f"unknown section {argument!r}: choose from {', '.join(SECTIONS)}, or set --out_dir=FOLDER")
-    folder.mkdir(parents=True, exist_ok=True)
-    results = read_json(folder / "bench.json")
-    for name in names or SECTIONS:
-        about = {
-            "date": time.strftime("%Y-%m-%d"),
-            "machine": f"{os.cpu_count()} cores, {cpu_name()}",
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "code": code_hash(),
-        }
-        results[name] = {"about": about, "measured": SECTIONS[name][1]()}
+    s = configure(sys.argv[1:], BenchConfig, folders=True)
+    rows, names = chosen_rows(s.rows), s.folders or list(SECTIONS)
+    refuse(s.repeats is not None and s.repeats < 1, f"repeats must be at least 1, not {s.repeats}")
+    if names[0] == "against":
+        refuse(len(names) != 2, "name one other clone: python -m tools.bench against FOLDER")
+        refuse(not Path(names[1], "model.py").is_file(), f"{names[1]} is no clone: there is no model.py in it")
+        results = compare_clones(Path(names[1]).resolve(), rows, s.repeats or REPEATS)
+        refuse(not results, "nothing could be measured: see above", status=1)
+        print(clones_table(results))
+        return
+    folder = Path(s.out_dir)
+    record = folder / "bench.json"
+    if names == ["tables"]:
+        write_record(folder, read_json(record))
+        return
+    for name in names:
+        known = f"{', '.join(SECTIONS)}, tables, or against FOLDER"
+        refuse(name not in SECTIONS, f"unknown section {name!r}: choose from {known}")
+        refuse(s.rows and name not in WITH_ROWS, f"--rows is for {', '.join(WITH_ROWS)} and against, not for {name}")
+    results = read_json(record) if record.exists() else {}
+    with user_error_from_os(f"make {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+    about = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{os.cpu_count()} cores, {processor_name()}",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "code": code_hash(),
+    }
+    for name in names if s.rows else ():
+        if name in results:
+            check_same_machine(name, results[name]["about"], about)
+    for name in names:
+        before = results.get(name) if s.rows else None
+        missing = [] if before or "baseline" in rows else ["baseline"]  # all else is relative to it
+        now = {"about": about, "measured": SECTIONS[name][1](missing + rows, s.repeats)}
+        results[name] = joined(before, now) if before else now
         write_record(folder, results)
         print(section_text(name, results[name]))
 
