@@ -8,30 +8,29 @@ import io
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from configurator import UserError
-from data.common import (
-    HFTokenizer,
-    load_meta,
-    load_tokenizer,
-    load_tokens,
-    open_atomically,
-    stream_texts,
-    write_dataset,
-    write_file_atomically,
-)
+import data.dataset
+from data.dataset import Windows, dataset_folder, load_meta, load_tokens, seed_for
+from data.prepare import texts_of_rows, write_dataset
+from data.tokenizer import HFTokenizer, load_tokenizer
 from data.wikitext import articles
+from lib.errors import UserError
+from lib.files import open_whole, read_json, replace_with_link, write_json, write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 TRICKY = "naïve café 😀 — <|endoftext|> </s> \r\n\ttab\x00 \u2028 e\u0301\n"
@@ -87,6 +86,11 @@ def documents(folder, split):
     assert getattr(meta, f"{split}_documents") == len(texts)
     assert getattr(meta, f"{split}_bytes") == len("".join(texts).encode())
     return texts
+
+
+def assert_same_dataset(a, b):
+    for name in ("train.bin", "val.bin", "meta.json"):
+        assert (a / name).read_bytes() == (b / name).read_bytes(), name
 
 
 def kill_when(process, condition):
@@ -231,6 +235,44 @@ def test_hf_that_loses_text_is_refused(tmp_path):
     ]
 
 
+def without_unk():
+    return Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="<unk>"))
+
+
+def with_entry(key, value):
+    return json.loads(byte_level().to_str()) | {key: value}
+
+
+BAD_TOKENIZERS = {
+    "unk_token missing": (without_unk().to_str(), ["WordLevel error", "fix it, or choose another tokenizer"]),
+    # panics of the package's Rust code, at loading and at encoding
+    "panic": (with_entry("normalizer", {"type": "Precompiled", "precompiled_charsmap": "////"}), ["PanicException"]),
+    "panic 2": (with_entry("pre_tokenizer", {"type": "FixedLength", "length": 0}), ["PanicException"]),
+    "an absurd id": (Tokenizer(models.WordLevel({"a": 2**25, "</s>": 0})).to_str(), ["ids of 16,777,216 and more"]),
+    "not JSON": ("{", ["tokenizer.json"]),
+    "deep": ("[" * 100_000, ["tokenizer.json"]),
+    "another thing": ("[1]", ["tokenizer.json"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_TOKENIZERS)
+def test_bad_tokenizers(tmp_path, case):
+    content, words = BAD_TOKENIZERS[case]
+    (tmp_path / "tokenizer.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    (tmp_path / "a.txt").write_text("a b\n" * 20)
+    args = ("text", tmp_path / "a.txt", "--tokenizer", f"hf:{tmp_path}", "--data-dir", tmp_path)
+    check_error(run(*args, RUST_BACKTRACE="1"), str(tmp_path / "tokenizer.json"), *words)
+    assert not (tmp_path / "text/meta.json").exists()
+
+
+def test_huge_tokenizer(tmp_path):
+    with open(tmp_path / "tokenizer.json", "wb") as file:
+        file.truncate(2**26 + 1)
+    (tmp_path / "a.txt").write_text("a\nb\n")
+    args = ("text", tmp_path / "a.txt", "--tokenizer", f"hf:{tmp_path}", "--data-dir", tmp_path)
+    check_error(run(*args), "tokenizer.json is too large")
+
+
 def test_tokenizer_names():
     for name in ("", "gpt3", "hf:somewhere", "../bytes"):
         with pytest.raises(UserError, match="bytes, gpt2 or hf:FOLDER"):
@@ -242,14 +284,45 @@ def test_tokenizer_names():
 
 def test_files_are_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file"
-    write_file_atomically(path, b"old")
-    with pytest.raises(KeyboardInterrupt), open_atomically(path) as file:
+    write_whole(path, b"old")
+    with pytest.raises(KeyboardInterrupt), open_whole(path) as file:
         file.write(b"half of the n")
         file.flush()
         raise KeyboardInterrupt
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]
-    write_file_atomically(path, b"new")
+    write_whole(path, b"new")
     assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["file"]
+
+
+def test_links_are_replaced_and_never_written_through(tmp_path):
+    (tmp_path / "outside").write_bytes(b"mine")
+    for name in ("whole", "json", "link", f"whole.{os.getpid()}.tmp", f"link.{os.getpid()}.tmp"):
+        (tmp_path / name).symlink_to(tmp_path / "outside")
+    (tmp_path / "target").write_bytes(b"target")
+    write_whole(tmp_path / "whole", b"new")
+    write_json(tmp_path / "json", {"a": [1, None]})
+    for _ in range(2):  # the second time it is the same file already
+        replace_with_link(tmp_path / "link", tmp_path / "target")
+    assert (tmp_path / "outside").read_bytes() == b"mine"
+    assert (tmp_path / "whole").read_bytes() == b"new" and read_json(tmp_path / "json") == {"a": [1, None]}
+    assert (tmp_path / "link").samefile(tmp_path / "target")
+    assert sorted(os.listdir(tmp_path)) == ["json", "link", "outside", "target", "whole"]
+    assert not any((tmp_path / name).is_symlink() for name in os.listdir(tmp_path))
+
+
+def test_json_that_cannot_be_read(tmp_path):
+    for content in (b"", b"{", b"[]", b"1", b"\xff", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"):
+        (tmp_path / "file").write_bytes(content)
+        with pytest.raises(UserError, match="file is damaged"):
+            read_json(tmp_path / "file")
+    with pytest.raises(UserError, match="too large: more than 10 bytes"):
+        (tmp_path / "file").write_text('{"a": "bcdefg"}')
+        read_json(tmp_path / "file", most_bytes=10)
+    with pytest.raises(UserError, match="No such file"):
+        read_json(tmp_path / "absent")
+    for path in ("/dev/zero", tmp_path):
+        with pytest.raises(UserError, match="not a regular file"):
+            read_json(path)
 
 
 @pytest.fixture
@@ -344,6 +417,78 @@ def test_meta_with_an_absurd_vocabulary(dataset):
             load_meta(dataset)
 
 
+# --- Batches ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_is_one_shuffled_pass():
+    tokens = np.arange(1000, 1000 + 8 * 10 + 4, dtype=np.uint16)  # ten full windows and a tail of three targets
+    windows = Windows(tokens, 8, 2000, seed=1)
+    assert (windows.n_full, windows.n_all) == (10, 11)
+    first, second = windows.shuffled(0, 10), windows.shuffled(10, 20)
+    assert sorted(first) == sorted(second) == list(range(10)) and first != second
+    assert windows.shuffled(8, 13) == [*first[8:], *second[:3]]  # on across the end of an epoch
+    assert Windows(tokens, 8, 2000, seed=1).shuffled(13, 17) == second[3:7]  # no state
+    assert Windows(tokens, 8, 2000, seed=2).shuffled(0, 10) != first
+    x, y = windows.batch([0, 10], 3, torch.device("cpu"))
+    assert x[0].tolist() == list(range(1000, 1008)) and y[0].tolist() == list(range(1001, 1009))
+    assert y[1].tolist() == [1081, 1082, 1083, -1, -1, -1, -1, -1] and x[1, :4].tolist() == [1080, 1081, 1082, 1083]
+    assert set(y[2].tolist()) == {-1} and set(x[2].tolist()) == {0}  # a row that no window fills
+
+
+def test_seeds_stay_the_same():
+    """A run that is resumed years later, with a newer version, sees the same batches."""
+    assert seed_for(1, "data", 0) == 8704757914574990214
+    assert seed_for(7, "dropout", 3, 1) == 6200976517968641275
+    tokens = np.arange(81, dtype=np.uint16)
+    assert Windows(tokens, 8, 81, seed=1).shuffled(0, 12) == [8, 4, 5, 3, 1, 9, 0, 2, 7, 6, 8, 0]
+
+
+def test_ids_beyond_the_vocabulary_are_refused(dataset):
+    tokens = load_tokens(dataset, "train")
+    Windows(tokens, 4, 257, seed=1).batch([0], 1, torch.device("cpu"))
+    with pytest.raises(UserError, match=r"train.bin holds token 256, but the vocabulary is 256"):
+        Windows(tokens, 4, 256, seed=1).batch([0], 1, torch.device("cpu"))
+
+
+def test_several_first_runs_prepare_the_corpus_once(tmp_path, monkeypatch):
+    calls, folder = [], tmp_path / "pydocs"
+    folder.mkdir()
+
+    def prepare(folder, tokenizer):
+        calls.append(folder)
+        time.sleep(0.2)
+        (folder / "meta.json").touch()
+
+    monkeypatch.setattr(data.dataset, "DATA_DIR", tmp_path)
+    monkeypatch.setattr("data.pydocs.prepare.prepare", prepare)
+    alone = SimpleNamespace(chief=True, wait_for_all=lambda: None)
+    with ThreadPoolExecutor() as pool:
+        assert [*pool.map(lambda _: dataset_folder("pydocs", alone), range(3))] == [folder] * 3
+    assert calls == [folder]
+    second = SimpleNamespace(chief=False, wait_for_all=lambda: calls.append("waited"))
+    (folder / "meta.json").unlink()
+    assert dataset_folder("pydocs", second) == folder and calls == [folder, "waited"]
+    assert dataset_folder(f"{tmp_path}/else", alone) == tmp_path / "else"
+
+
+# --- The command line -------------------------------------------------------------------------------------------------
+
+SCRIPTS = sorted(path.parent.name for path in (ROOT / "data").glob("*/prepare.py"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help(script):
+    """Two examples that the script itself understands, groups with titles, a word for every option."""
+    text = prepare(script, "--help")
+    assert text.startswith(f"usage: python data/{script}/prepare.py")
+    examples = [line.split()[2:] for line in text.splitlines() if line.startswith("    python data/")]
+    assert len(examples) == 2
+    options = {line.split()[0] for line in text.splitlines() if line.startswith("  --") and len(line.split()) > 2}
+    assert options >= {"--tokenizer", "--out", "--data-dir"} and "what to make:" in text
+    assert {word for example in examples for word in example if word.startswith("--")} <= options
+    assert "bytes, gpt2 or hf:FOLDER" in text
+
+
 # --- data/pydocs ------------------------------------------------------------------------------------------------------
 
 
@@ -354,8 +499,7 @@ def test_pydocs(tmp_path):
     ]
     assert [process.wait(timeout=60) for process in processes] == [0, 0]
     one, two = tmp_path / "one/pydocs", tmp_path / "two/pydocs"
-    for name in ("train.bin", "val.bin", "meta.json"):
-        assert (one / name).read_bytes() == (two / name).read_bytes()
+    assert_same_dataset(one, two)
     meta = load_meta(one)
     assert meta.train_bytes + meta.val_bytes > 2_000_000
     assert 0.03 < meta.val_bytes / meta.train_bytes < 0.2
@@ -424,28 +568,135 @@ def test_text_big_vocabulary_takes_uint32(tmp_path):
     save_tokenizer(byte_level(n_extra=66_000), tmp_path / "tokenizer", eos_token="<|endoftext|>")
     (tmp_path / "a.txt").write_bytes(TRICKY.encode())
     (tmp_path / "b.txt").write_bytes(TRICKY.upper().encode())
-    prepare(
-        "text",
-        tmp_path / "a.txt",
-        tmp_path / "b.txt",
-        "--tokenizer",
-        f"hf:{tmp_path / 'tokenizer'}",
-        "--data-dir",
-        tmp_path,
-    )
+    args = ("--tokenizer", f"hf:{tmp_path / 'tokenizer'}", "--val-fraction", "0.6", "--data-dir", tmp_path)
+    prepare("text", tmp_path / "a.txt", tmp_path / "b.txt", *args)
     folder = tmp_path / "text"
     (tmp_path / "tokenizer/tokenizer.json").unlink()  # the dataset has its own
     meta = load_meta(folder)
     assert (meta.tokenizer, meta.dtype, meta.vocab_size) == ("hf", "uint32", 256 + 66_000 + 1)
     assert load_tokens(folder, "train").dtype == np.uint32
-    assert sorted(documents(folder, "train") + documents(folder, "val")) == sorted([TRICKY, TRICKY.upper()])
+    assert documents(folder, "train") == [TRICKY.upper()] and documents(folder, "val") == [TRICKY]
+
+
+def split_texts(folder, texts, *args):
+    """What data/text makes of files with these texts: the shares of val, after checking that nothing is lost."""
+    (folder / "source").mkdir()
+    for name, text in texts.items():
+        (folder / "source" / name).write_bytes(text.encode())
+    prepare("text", folder / "source", "--data-dir", folder, *args)
+    train, val = (documents(folder / "text", split) for split in ("train", "val"))
+    pieces = train + val
+    for text in texts.values():  # whole, or in two pieces
+        start = next((piece for piece in train if text.startswith(piece)), "")
+        end = next((piece for piece in val if text.endswith(piece)), "")
+        assert text in pieces or (start + end == text and start.endswith("\n"))
+    assert sum(map(len, pieces)) == sum(map(len, texts.values()))
+    return train, val
+
+
+def share(train, val):
+    return len("".join(val).encode()) / len("".join(train + val).encode())
+
+
+def lines(n, name="line"):
+    return "".join(f"{name} {i}: {TRICKY}" for i in range(n))
+
+
+def test_text_two_files(tmp_path):
+    """Neither is near a tenth: the larger is cut."""
+    train, val = split_texts(tmp_path, {"a.txt": lines(53, "a"), "b.txt": lines(47, "b")})
+    assert len(train) == 2 and len(val) == 1 and 0.08 < share(train, val) < 0.12
+    assert lines(53, "a").endswith(val[0])
+
+
+def test_text_whole_files_where_they_come_near(tmp_path):
+    texts = {f"{i}.txt": lines(20 + i, str(i)) for i in range(8)}  # each about an eighth: more than a tenth, but near
+    train, val = split_texts(tmp_path, texts)
+    assert val == [texts["0.txt"]] and sorted(train + val) == sorted(texts.values())
+
+
+def test_text_small_files_and_a_large_one(tmp_path):
+    """The small ones are too little, so the end of the large one joins them."""
+    texts = {"large.txt": lines(200, "large"), "small.txt": lines(2, "small")}
+    train, val = split_texts(tmp_path, texts, "--val-fraction", "0.2")
+    assert len(train) == 1 and len(val) == 2 and texts["small.txt"] in val and 0.18 < share(train, val) < 0.22
+
+
+@pytest.mark.parametrize("fraction", ["0.05", "0.5", "0.8", "0.99"])
+def test_text_files_of_one_line(tmp_path, fraction):
+    """They cannot be cut: both splits have some all the same."""
+    texts = {"long.txt": "x" * 90, "short.txt": "y" * 10}
+    train, val = split_texts(tmp_path, texts, "--val-fraction", fraction)
+    assert sorted(train + val) == sorted(texts.values()) and train and val
+
+
+def test_text_links(tmp_path):
+    (tmp_path / "a.txt").write_text(lines(50))
+    args = ("text", tmp_path, "--data-dir", tmp_path / "out")
+    (tmp_path / "loop").symlink_to(tmp_path)  # a folder in itself is not walked
+    (tmp_path / "other").symlink_to(tmp_path / "other")
+    prepare(*args)
+    for target, words in (("loop.txt", "Too many levels of symbolic links"), ("nowhere", "No such file")):
+        (tmp_path / "loop.txt").unlink(missing_ok=True)
+        (tmp_path / "loop.txt").symlink_to(tmp_path / target)
+        check_error(run(*args), f"cannot read {tmp_path}/loop.txt", words)
+    check_error(run("text", tmp_path / "loop.txt", "--data-dir", tmp_path / "out"), "loop.txt")
+    load_meta(tmp_path / "out/text")
+
+
+def write_sources(folder):
+    """{script: arguments} of two preparations; that of text takes long enough to be killed within it."""
+    for name in ("text", "web"):
+        (folder / name).mkdir()
+    for i in range(16):
+        (folder / "text" / f"{i}.txt").write_text(f"{i}\n" * 400_000)
+    for i in range(2):
+        write_parquet(folder / "web" / f"{i}.parquet", [f"page {j} {TRICKY}" for j in range(i, 1500, 2)])
+    web = ("--from", folder / "web", "--tokenizer", "bytes", "--val-documents", "100", "--shard-tokens", "5000")
+    return {"text": (folder / "text",), "fineweb_edu": (*web, "--workers", "1")}
+
+
+def kill_preparation(folder, kills, seed):
+    """
+    Kill prepare scripts with SIGKILL at random moments: each time the folder holds the whole dataset or none, and in
+    the end it is made as if nobody had interrupted. Returns what each kill left: "whole" or "none".
+    """
+    chance = random.Random(seed)
+    commands, seconds, left = write_sources(folder), {}, []
+    for script, args in commands.items():
+        started = time.monotonic()
+        prepare(script, *args, "--data-dir", folder / "whole")
+        seconds[script] = time.monotonic() - started
+    for _ in range(kills):
+        script = chance.choice(list(commands))
+        process = start(script, *commands[script], "--data-dir", folder / "killed")
+        time.sleep(chance.uniform(0, seconds[script]))
+        process.kill()
+        process.communicate()
+        made = folder / "killed" / script
+        try:
+            load_meta(made)
+        except UserError:
+            left.append("none")
+            continue
+        left.append("whole")
+        assert_same_dataset(made, folder / "whole" / script)
+        shutil.rmtree(made)
+    for script, args in commands.items():
+        prepare(script, *args, "--data-dir", folder / "killed")
+        whole, made = folder / "whole" / script, folder / "killed" / script
+        assert_same_dataset(made, whole)
+        assert sorted(os.listdir(made)) == sorted(os.listdir(whole))
+    return left
+
+
+def test_random_kills(tmp_path):
+    assert len(kill_preparation(tmp_path, kills=3, seed=1)) == 3
 
 
 def test_text_killed(tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    for i in range(16):
-        (source / f"{i}.txt").write_text(f"{i}\n" * 400_000)
+    """While one bin is written, over an old dataset, and between the two."""
+    source = write_sources(tmp_path)["text"][0]
     args = ("text", source, "--data-dir", tmp_path, "--val-fraction", "0.9", "--out")
     (tmp_path / "small.txt").write_text("one\ntwo\n")
     prepare("text", tmp_path / "small.txt", "--data-dir", tmp_path, "--out", "old")
@@ -583,7 +834,7 @@ def test_wikitext_mistakes(tmp_path):
 def test_rows_without_text():
     for row in ({"content": "x"}, {"text": None}, {"text": 1}):
         with pytest.raises(UserError, match="column 'text'"):
-            list(stream_texts([row], "some/dataset", []))
+            list(texts_of_rows([row], "some/dataset", []))
 
 
 # --- data/fineweb_edu -------------------------------------------------------------------------------------------------
@@ -633,8 +884,7 @@ def test_fineweb_killed_continues(web_pages, tmp_path):
         load_meta(made)
     output = prepare(*args)
     assert int(output.split("continuing after ")[1].split()[0].replace(",", "")) > 64 * 8
-    for name in ("train.bin", "val.bin", "meta.json"):
-        assert (made / name).read_bytes() == (folder / "whole/fineweb_edu" / name).read_bytes()
+    assert_same_dataset(made, folder / "whole/fineweb_edu")
     assert sorted(os.listdir(made)) == ["meta.json", "progress.json", "train.bin", "val.bin"]
 
 
@@ -671,3 +921,31 @@ def test_fineweb_mistakes(tmp_path):
     made = tmp_path / "fineweb_edu"
     (made / "progress.json").write_text("[")
     check_error(run(*args), "progress.json is damaged")
+
+
+def test_fineweb_hostile_progress(web_pages, tmp_path):
+    """Whatever is in progress.json, load_progress gives what it must be or a UserError."""
+    fineweb = importlib.import_module("data.fineweb_edu.prepare")
+    path = tmp_path / "progress.json"
+    good = json.loads((web_pages[0] / "whole/fineweb_edu/progress.json").read_text())
+    whole = json.dumps(good).encode()
+    values = [None, True, -1, 1.5, 10**30, "x", [], {}, [1], [None], [{}], [{"split": "train"}], {"a": 1}]
+    contents = [json.dumps(good | {key: value}).encode() for key in good if key != "options" for value in values]
+    shard = good["shards"][0]
+    contents += [json.dumps(good | {"shards": [shard | {key: v}]}).encode() for key in shard for v in values]
+    rng = random.Random(1)
+    for _ in range(200):
+        at = rng.randrange(len(whole))
+        contents += [whole[:at], whole[:at] + rng.randbytes(1) + whole[at + 1 :]]
+    accepted = 0
+    for content in contents:
+        path.write_bytes(content)
+        try:
+            progress = fineweb.load_progress(tmp_path, good["options"])
+        except UserError as error:
+            assert str(path.parent) in str(error) and ("run again" in str(error) or "other options" in str(error))
+        else:
+            accepted += 1
+            assert all(progress.total("tokens", split) >= 0 for split in ("train", "val"))
+            assert {shard.split for shard in progress.shards} <= {"train", "val"}
+    assert 0 < accepted < len(contents) / 2

@@ -144,6 +144,8 @@ def load_progress(folder, options):
     try:
         progress = from_json(Progress, read_json(path), path)
         progress.shards = [from_json(Shard, shard, path) for shard in progress.shards]
+        unknown = {shard.split for shard in progress.shards}.difference(SPLITS)
+        refuse(unknown, f"{path} is damaged: it names the splits {unknown}")
     except UserError as error:
         raise UserError(f"{error}: delete {folder} and run again") from error
     other = progress.options != options
