@@ -1,0 +1,2 @@
+# DenseFormer (Pagliardini et al. 2024): behind each layer a learned sum of all layers' outputs so far
+residual_mode = "denseformer"
