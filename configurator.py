@@ -172,9 +172,9 @@ def print_help(dataclasses, folders):
 
 
 def help_groups(cls):
-    """(title, [(field, comment), …]) …; a comment line of its own in the dataclass's source is a title."""
+    """[(title, [(field, comment), …]), …]: a comment line of its own in the dataclass's source is a title."""
     known = {field.name: field for field in fields(cls)}
-    groups = [(cls.__name__, [])]
+    groups = [("settings", [])]
     for line in inspect.getsource(cls).splitlines():
         name = re.match(r"    (\w*):? ", line)
         if line.startswith("    # "):

@@ -1,14 +1,22 @@
-"""Config files and --key=value, in this process; tests/test_faults.py throws thousands of odd ones at it."""
+"""Config files and --key=value, their --help, and how a script ends; tests/test_faults.py has thousands of odd ones."""
 
+import importlib
+import itertools
+import os
+import re
+import shlex
+import subprocess
+import sys
 from dataclasses import dataclass, fields
+from pathlib import Path
 
-import helpers
 import pytest
 
-from configurator import UserError, configure
-from model import GPTConfig
-from sample import SampleConfig
-from train import TrainConfig
+import configurator
+from configurator import configure
+from lib.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass
@@ -20,10 +28,11 @@ class Keys:
     maybe: bool | None = None
     limit: int | None = None
     title: str | None = None
+    scale: tuple | None = None
 
 
-def parse(*argv):
-    return configure(argv, Keys)
+def parse(*argv, **options):
+    return configure(argv, Keys, **options)
 
 
 def refused(*argv):
@@ -59,6 +68,9 @@ def write(path, text):
         ("--limit=5", 5),
         ("--title=None", None),
         ("--title=none", "none"),
+        ("--scale=8,1,4.5,8192", (8.0, 1.0, 4.5, 8192.0)),
+        ("--scale=7", (7.0,)),
+        ("--scale=None", None),
     ],
 )
 def test_command_line_values(argument, value):
@@ -72,10 +84,10 @@ def test_command_line_values(argument, value):
 
 def test_left_to_right(tmp_path):
     one = write(tmp_path / "one.py", "n_layer = 10\nrate = 1\n")
-    two = write(tmp_path / "two.py", "import math\n_half = 5\nn_layer = 2 * _half + 10\ntitle = None\n")
+    two = write(tmp_path / "two.py", "import math\n_half = 5\nn_layer = 2 * _half + 10\ntitle = None\nscale = [1, 2]\n")
     settings = parse(one, "--rate=0.25", two)
-    assert settings.as_dict() == Keys(n_layer=20, rate=0.25).__dict__
-    assert settings.given == {"n_layer", "rate", "title"}
+    assert settings.as_dict() == Keys(n_layer=20, rate=0.25, scale=(1.0, 2.0)).__dict__
+    assert settings.given == {"n_layer", "rate", "title", "scale"}
     assert settings.files == [one, two]
     assert parse(two, one).n_layer == 10
     assert type(parse(one).rate) is float
@@ -100,9 +112,16 @@ def test_left_to_right(tmp_path):
         ("--limit=x", "limit must be int or None, not 'x'"),
         ("--n_layer=" + "9" * 30, "n_layer must be less than 2^63"),
         ("--n_layer=" + "9" * 9000, "n_layer must be int"),
+        ("--scale=1,x", "scale must be numbers with commas between them or None, not '1,x'"),
+        ("--scale=1,inf", "scale must be numbers with commas between them or None, not (1.0, inf)"),
+        ("--scale=", "scale must be numbers"),
         ("--flag", "write --key=value"),
-        ("no_such_file.py", "no_such_file.py' cannot be read: No such file"),
-        ("/", "'/' cannot be read: Is a directory"),
+        ("-n_layer=3", "write --key=value"),
+        ("no_such_file.py", "there is no config file 'no_such_file.py': settings are written --key=value"),
+        ("method3_2", "there is no config file 'method3_2': did you mean config/method3_2.py?"),
+        ("config/method32.py", "did you mean config/method3_2.py?"),
+        ("/", "/ is not a regular file"),
+        ("/dev/zero", "/dev/zero is not a regular file"),
     ],
 )
 def test_command_line_mistakes(argument, words):
@@ -124,6 +143,10 @@ def test_command_line_mistakes(argument, words):
         ("name = 3", ": name must be str, not 3"),
         ("name = ['a'] * 1000", ": name must be str, not ['a', 'a'"),
         ("flag = 1", ": flag must be bool, not 1"),
+        ("scale = [1, 'x']", ": scale must be numbers with commas between them or None, not [1, 'x']"),
+        ("scale = [1, True]", ": scale must be numbers"),
+        ("scale = [10 ** 30]", ": scale must be less than 2^63"),
+        ("scale = 8", ": scale must be numbers"),
         ("def n_layer(): pass", ": n_layer must be int, not <function"),
         ("from math import pi", ": unknown key 'pi'"),
         ("n_layer = 3\nrate = = 4", ", line 2: SyntaxError"),
@@ -152,16 +175,171 @@ def test_wrong_value_before_a_right_one(tmp_path):
     assert "n_layer must be int" in refused(path, "--n_layer=3")
 
 
-@pytest.mark.parametrize("script, classes", [("train.py", (TrainConfig, GPTConfig)), ("sample.py", (SampleConfig,))])
-def test_help(script, classes):
-    """Every key, with its default, type and comment; nothing is run."""
-    lines = helpers.good(script, "--n_layer=nonsense", "--help").splitlines()
-    assert lines[0].startswith(f"usage: python {script}")
+def test_large_file(tmp_path):
+    path = write(tmp_path / "config.py", "n_layer = 3\n#" + "x" * 1_000_000)
+    assert f"{path} is too large: more than 1,000,000 bytes" in refused(path)
+
+
+def test_folders(tmp_path):
+    one = write(tmp_path / "one.py", "n_layer = 10\n")
+    settings = parse("out/a", one, "--rate=1", "out/b", folders=True)
+    assert settings.folders == ["out/a", "out/b"] and settings.files == [one] and settings.n_layer == 10
+    assert parse(one).folders == []
+    with pytest.raises(UserError, match="there is no config file 'absent"):
+        parse("absent.py", folders=True)
+
+
+# --- --help -----------------------------------------------------------------------------------------------------------
+
+CHOICES = {"small": 1, "large": 2}
+
+
+@dataclass
+class Documented:
+    # what is made
+    size: str = "small"  # one of CHOICES
+    colour: str = "red"  # red, green; a NAME that is none stays
+    # how
+    limit: int | None = None  # 0: none
+
+
+def test_help_of_a_class():
+    assert configurator.help_groups(Documented) == [
+        (
+            "what is made",
+            [
+                (fields(Documented)[0], "one of small, large"),
+                (fields(Documented)[1], "red, green; a NAME that is none stays"),
+            ],
+        ),
+        ("how", [(fields(Documented)[2], "0: none")]),
+    ]
+
+
+# every command, by the module that holds its main()
+FILES = [ROOT / "train.py", ROOT / "sample.py", *(ROOT / "tools").glob("*.py"), *(ROOT / "tools").glob("*/__main__.py")]
+COMMANDS = [".".join(f.relative_to(ROOT).with_suffix("").parts) for f in sorted(FILES) if "run_main(" in f.read_text()]
+
+
+@pytest.mark.parametrize("script", COMMANDS)
+def test_help(script, monkeypatch, capsys):
+    """Usage, at least two examples that work, and under titles every key with its default, kind and a word."""
+    asked = []
+    monkeypatch.setattr(configurator, "print_help", lambda *args: asked.append(args))
+    monkeypatch.setattr(sys, "argv", [script, "--n_layer=nonsense", "--help"])
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(script).main()
+    assert not end.value.code
+    monkeypatch.undo()
+    [(classes, folders)] = asked
+    configurator.print_help(classes, folders)
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    command = f"python -m {script.removesuffix('.__main__')}" if script.startswith("tools.") else f"python {script}.py"
+    assert lines[0].startswith(f"usage: {command} ")
+    examples = [line for line in lines if re.match(r"    (python|torchrun) ", line)]
+    assert len(examples) >= 2
+    monkeypatch.chdir(ROOT)
+    for example in examples:
+        words = shlex.split(example, comments=True)
+        at = next(i for i, word in enumerate(words) if word == f"{script}.py" or word.startswith("tools."))
+        configure(words[at + 1 :], *classes, folders=folders)
     for field in (field for cls in classes for field in fields(cls)):
-        (line,) = (line for line in lines if line.split("=")[0] == f"  --{field.name}")
-        assert line.startswith(f"  --{field.name}={field.default} ")
-        assert getattr(field.type, "__name__", "None") in line
-    assert len(lines) == 2 + sum(len(fields(cls)) for cls in classes)
-    if script == "train.py":
-        (line,) = (line for line in lines if "--n_kv_head=" in line)
-        assert line.split() == "--n_kv_head=None int or None grouped-query attention; None: n_head".split()
+        (line,) = (line for line in lines if line.startswith(f"  --{field.name}="))
+        kind = configurator.kind_names(configurator.kinds_of(field.type))
+        rest = line.removeprefix(f"  --{field.name}={field.default} ").strip()
+        assert rest.startswith(kind) and rest != kind, f"{field.name} has no word in --help"
+    titles = [before for before, line in itertools.pairwise(lines) if line.startswith("  --")]
+    titles = [title for title in titles if not title.startswith(" ")]
+    assert "" not in titles and len(titles) == sum(len(configurator.help_groups(cls)) for cls in classes)
+
+
+def test_help_of_the_real_command():
+    """Nothing is run, and the allowed values are there."""
+    command = [sys.executable, "train.py", "--help", "--n_layer=nonsense"]
+    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert text.startswith("usage: python train.py ") and "python train.py config/method3_2.py" in text
+    text = " ".join(text.split())
+    assert "--n_kv_head=None int or None grouped-query attention; None: n_head" in text
+    for choice in ("swiglu, geglu", "layernorm, rmsnorm", "baseline, method1", "bfloat16, float16, float32"):
+        assert choice in text
+
+
+# --- how a script ends ------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys
+sys.path.insert(0, {root!r})
+from lib.errors import UserError, run_main
+def main():
+    with open("work", "wb", buffering=0) as file:
+        for i in range({lines}):
+            print("x" * 100)
+        print("y" * 100, file=sys.stderr)
+        {code}
+        os.write(1, b"stray"), os.write(2, b"stray")  # as a C library prints
+        file.write(b"done")
+run_main(main, output_optional={optional})
+"""
+
+
+def run_script(folder, optional, code="pass", stdout=None, stderr=None, closed=(), lines=300):
+    """(exit status, what its stderr has beside the 100 y, what it did). stdout, stderr: None, or a file to print to."""
+    script = write(folder / "script.py", SCRIPT.format(root=str(ROOT), optional=optional, code=code, lines=lines))
+    process = subprocess.run(
+        [sys.executable, script],
+        stdout=stdout or subprocess.PIPE,
+        stderr=stderr or subprocess.PIPE,
+        preexec_fn=lambda: [os.close(number) for number in closed],
+        cwd=folder,
+        text=True,
+    )
+    return process.returncode, (process.stderr or "").replace("y" * 100 + "\n", ""), (folder / "work").read_text()
+
+
+@pytest.fixture
+def full():
+    with open("/dev/full", "wb") as file:
+        yield file
+
+
+@pytest.fixture
+def unread():
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield writer
+    os.close(writer)
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), (1, 2), (0, 1, 2)])
+def test_training_does_not_need_open_output(closed, tmp_path):
+    assert run_script(tmp_path, True, closed=closed) == (1, "" if 2 in closed else "stray", "done")
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+@pytest.mark.parametrize("kind", ["full", "unread"])
+def test_training_does_not_need_room_or_readers(kind, name, tmp_path, request):
+    code = "os.write = print"  # not into the broken one
+    output = {name: request.getfixturevalue(kind)}
+    assert run_script(tmp_path, True, code, **output) == (1, "", "done")
+    code += "; sys.exit(130)"  # a status that says more than 1 stays
+    assert run_script(tmp_path, True, code, **output) == (130, "", "")
+
+
+def test_ends(tmp_path, full, unread):
+    """Where output is the work: a pipe without a reader ends it quietly, a full disk with one line."""
+    stray = "os.write = print"
+    assert run_script(tmp_path, True, stray) == (0, "", "done")
+    assert run_script(tmp_path, False, stray) == (0, "", "done")
+    assert run_script(tmp_path, False, stray, stdout=unread) == (141, "", "")
+    status, stderr, _ = run_script(tmp_path, False, stray, stdout=full)
+    assert (status, stderr) == (2, "error: [Errno 28] No space left on device\n")
+    assert run_script(tmp_path, False, stray, stdout=full, lines=1)[:2] == (status, stderr)  # noticed at the end
+    for optional in (True, False):
+        code = "raise UserError('two\\nlines', status=7)"
+        assert run_script(tmp_path, optional, code) == (7, "error: two lines\n", "")
+        assert run_script(tmp_path, optional, "raise KeyboardInterrupt") == (130, "", "")
+        assert run_script(tmp_path, optional, "open('/nowhere/a')")[:2] == (
+            2,
+            "error: [Errno 2] No such file or directory: '/nowhere/a'\n",
+        )
