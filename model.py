@@ -32,7 +32,7 @@ class LayerSum:
     """
 
     def __init__(self, site=None, weights=None):
-        self.batchnorm = self.any_norm_position = self.depth_mixing = True
+        self.batchnorm, self.any_norm_position, self.depth_mixing, self.model_learns = True, True, True, False
         self.site, self.weights = site, weights
         self.reruns, self.softmax = site is not None, weights in ("learned", "dynamic")
 
@@ -73,7 +73,7 @@ class LayerSum:
         return {"ones": ones, "mean": ones / (m + 1)}[self.weights]
 
     def tensors(self, c, m):
-        if not self.softmax or not 0 < m < c.n_layer:
+        if not self.softmax or m == 0:
             return {}
         own = torch.tensor([0.0] * m + [math.log(19 * m)])  # the softmax gives the layer's own output 95 %
         raw = own if c.residual_start == "own" else torch.ones(m + 1)
@@ -437,9 +437,9 @@ class GPT(nn.Module):
 
 def initial_residual(config):
     """{name: tensor} of all that the mode learns, at its start."""
-    tensors = config.mode.scheme.tensors
-    of_layers = {f"h.{m}.{name}": start for m in range(config.n_layer) for name, start in tensors(config, m).items()}
-    return of_layers | tensors(config, config.n_layer)
+    scheme, layers = config.mode.scheme, range(config.n_layer)
+    starts = {f"h.{m}.{name}": start for m in layers for name, start in scheme.tensors(config, m).items()}
+    return starts | (scheme.tensors(config, config.n_layer) if scheme.model_learns else {})
 
 
 class Layers:

@@ -2,8 +2,8 @@
 Other people's residual schemes, each a short function that a row of ResidualMode (model.py) names:
 
     run(layers, e)       the stream from the embedding e (B, T, d) to what the final norm reads
-    tensors(config, m)   what layer m learns of its own, at its start; for m = n_layer, the model itself
-    flops(config, m, plain)  what layer m costs per token beside the parts of a plain layer: 2 per coefficient and
+    tensors(config, m)   what layer m learns for it, at its start
+    flops(config, m, plain)   what layer m costs per token beside the parts of a plain layer: 2 per coefficient and
                          channel of a mixed sum, and the matrices that make coefficients
 
 `layers` is the model in one forward pass (class Layers): layers.attend(m, x) and layers.feed(m, x) are layer m's
@@ -28,11 +28,18 @@ class Rival:
     reruns: bool = False  # runs earlier layers again
     softmax: bool = False  # its residual_weight are raw weights under a softmax
     depth_mixing: bool = True  # sub-layers read sums of earlier outputs (lib/mixing.py)
+    model_learns: bool = False  # tensors(config, n_layer) are the model's own
 
 
-def rms(x, eps):
-    """x/√(mean x² + ε), without a gain."""
-    return x * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
+def inverse_rms(x, eps):
+    """1/√(mean x² + ε)"""
+    return (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
+
+
+def rms(layers, x):
+    """x/√(mean x² + ε), without a gain: what coefficients are made from."""
+    x = layers.content(x)
+    return x * inverse_rms(x, layers.config.norm_eps)
 
 
 def matmul(a, b):
@@ -45,13 +52,13 @@ def mixed(weights, tensors):
     """Σ w_i·t_i"""
     total = weights[0] * tensors[0]
     for weight, tensor in zip(weights[1:], tensors[1:], strict=True):
-        total = total + weight * tensor
+        total += weight * tensor
     return total
 
 
 def small_net(layers, block, x):
     """gelu(rms(x)·W_in)·W_out: what makes coefficients from a token."""
-    return matmul(F.gelu(matmul(rms(layers.content(x), layers.config.norm_eps), block.residual_in)), block.residual_out)
+    return matmul(F.gelu(matmul(rms(layers, x), block.residual_in)), block.residual_out)
 
 
 def small_net_tensors(width, hidden, out):
@@ -67,7 +74,7 @@ def one_hot(size, at):
 
 
 def x0(layers, e):
-    x, start = e, e * (layers.content(e).square().mean(dim=-1, keepdim=True) + layers.config.norm_eps).rsqrt()
+    x, start = e, e * inverse_rms(layers.content(e), layers.config.norm_eps)
     for m, block in enumerate(layers.blocks):
         x = mixed(block.residual_weight, (x, start))
         y = x + layers.attend(m, x)
@@ -77,7 +84,7 @@ def x0(layers, e):
 
 X0 = Rival(
     x0,
-    tensors=lambda c, m: {"residual_weight": torch.tensor([1.0, 0.0])} if m < c.n_layer else {},
+    tensors=lambda c, m: {"residual_weight": torch.tensor([1.0, 0.0])},
     flops=lambda c, m, plain: 4 * c.n_embd,
 )
 
@@ -96,7 +103,7 @@ def denseformer(layers, e):
 
 DENSEFORMER = Rival(
     denseformer,
-    tensors=lambda c, m: {"residual_weight": one_hot(m + 2, m + 1)} if m < c.n_layer else {},
+    tensors=lambda c, m: {"residual_weight": one_hot(m + 2, m + 1)},
     flops=lambda c, m, plain: 2 * c.n_embd * (m + 2),
 )
 
@@ -116,7 +123,7 @@ def resformer(layers, e):
 
 RESFORMER = Rival(
     resformer,
-    tensors=lambda c, m: {"residual_weight": torch.tensor([0.5, 0.5])} if 0 < m < c.n_layer else {},
+    tensors=lambda c, m: {"residual_weight": torch.tensor([0.5, 0.5])} if m else {},
     flops=lambda c, m, plain: 4 * c.n_kv_head * c.head_size if m else 0,
     depth_mixing=False,
 )
@@ -150,12 +157,13 @@ def attnres(layers, e):
 
     def add(source):
         sources.append(source.type_as(e))
-        scales.append((layers.content(sources[-1]).square().mean(dim=-1) + 1e-8).rsqrt())
+        scales.append(inverse_rms(layers.content(sources[-1]), 1e-8).squeeze(-1))
 
     def read(query):
         scores = [matmul(layers.content(v), query) * scale for v, scale in zip(sources, scales, strict=True)]
-        weights = torch.stack(scores).softmax(dim=0).unsqueeze(-1)  # (sources, B, T, 1)
-        return mixed(len(sources) * weights, sources)
+        at_least_float32 = torch.promote_types(e.dtype, torch.float32)
+        weights = torch.stack(scores).softmax(dim=0, dtype=at_least_float32).type_as(e)  # (sources, B, T)
+        return mixed(len(sources) * weights.unsqueeze(-1), sources)
 
     add(e)
     for m, block in enumerate(layers.blocks):
@@ -174,6 +182,7 @@ ATTNRES = Rival(
     attnres,
     tensors=lambda c, m: {"residual_weight": torch.zeros(2, c.n_embd) if m < c.n_layer else torch.zeros(c.n_embd)},
     flops=attnres_flops,
+    model_learns=True,  # the query of the head
 )
 
 
@@ -199,8 +208,6 @@ def mudd_sizes(c, m):
 
 
 def mudd_tensors(c, m):
-    if m == c.n_layer:
-        return {}
     mixes, sources, hidden = mudd_sizes(c, m)
     start = one_hot(sources, m + 1).repeat(mixes, 1)
     return {"residual_weight": start} | small_net_tensors(c.n_embd, hidden, mixes * sources)
@@ -243,17 +250,18 @@ def static(layers, block, s, H):
 
 
 def dynamic(layers, block, s, H):
-    change = matmul(rms(layers.content(H), layers.config.norm_eps), block.residual_dynamic[s]).tanh()
-    scale = block.residual_scale[s, [0] * (STREAMS + 1) + [1]]  # one number for read and mix, one for write
+    change = matmul(rms(layers, H), block.residual_dynamic[s]).tanh()
+    scale = repeated(block.residual_scale[s], (STREAMS + 1, 1))  # one number for read and mix, one for write
     M = block.residual_weight[s] + scale * change  # (B, T, n, n+2)
     return M[..., 0], M[..., 1:-1], M[..., -1]
 
 
 def doubly_stochastic(layers, block, s, H):
     n = STREAMS
-    z = matmul(rms(layers.content(H).flatten(2), layers.config.norm_eps), block.residual_dynamic[s])
-    scale = block.residual_scale[s, [0] * n + [1] * n + [2] * n * n]
-    pre, post, R = (scale * z + block.residual_weight[s]).split((n, n, n * n), dim=-1)
+    H = layers.content(H).flatten(2)  # one stream behind the other
+    z = matmul(H * inverse_rms(H, layers.config.norm_eps), block.residual_dynamic[s])
+    z = repeated(block.residual_scale[s], (n, n, n * n)) * z + block.residual_weight[s]
+    pre, post, R = z.split((n, n, n * n), dim=-1)
     R = (R - R.amax(dim=-1, keepdim=True)).unflatten(-1, (n, n)).exp()  # a common factor goes away with the first sums
     for _ in range(20):
         R = R / R.sum(dim=-1, keepdim=True)
@@ -261,24 +269,22 @@ def doubly_stochastic(layers, block, s, H):
     return pre.sigmoid(), R, 2 * post.sigmoid()
 
 
+def repeated(numbers, times):
+    return torch.cat([number.expand(n) for number, n in zip(numbers, times, strict=True)])
+
+
 def static_tensors(c, m):
-    if m == c.n_layer:
-        return {}
     read = torch.stack([one_hot(STREAMS, (2 * m + s) % STREAMS) for s in (0, 1)])
     mix, write = torch.eye(STREAMS).expand(2, -1, -1), torch.ones(2, STREAMS)
     return {"residual_weight": torch.cat((read.unsqueeze(-1), mix, write.unsqueeze(-1)), dim=-1)}
 
 
 def dynamic_tensors(c, m):
-    if m == c.n_layer:
-        return {}
     more = {"residual_dynamic": torch.zeros(2, c.n_embd, STREAMS + 2), "residual_scale": torch.full((2, 2), 0.01)}
     return static_tensors(c, m) | more
 
 
 def doubly_stochastic_tensors(c, m):
-    if m == c.n_layer:
-        return {}
     coefficients = STREAMS**2 + 2 * STREAMS
     return {
         "residual_weight": torch.zeros(2, coefficients),
