@@ -144,7 +144,7 @@ def parse(text, kinds):
 
 
 def kind_names(kinds):
-    names = {NoneType: "None", tuple: "numbers with commas between them"}
+    names = {NoneType: "None", tuple: "numbers a,b,…"}
     return " or ".join(names.get(kind, kind.__name__) for kind in kinds)
 
 
@@ -191,6 +191,6 @@ def with_choices(comment, cls):
         found = getattr(sys.modules[cls.__module__], name[0], None)
         if isinstance(found, enum.EnumMeta):
             found = [member.value for member in found]
-        return ", ".join(found) if isinstance(found, (dict, list, tuple)) else name[0]
+        return ", ".join(map(str, found)) if isinstance(found, (dict, list, tuple)) else name[0]
 
     return re.sub(r"\b[A-Z]\w+", choices, comment)

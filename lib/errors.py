@@ -65,7 +65,7 @@ def run_main(main, output_optional=False):
     Call a script's main() and end with its exit status. output_optional: where stdout or stderr is closed or full, the
     work is done all the same, and exit status 1 says in the end that output was lost.
     """
-    while os.open(os.devnull, os.O_RDWR) < 2:  # the next file would get a closed number, and stray output with it
+    while os.open(os.devnull, os.O_RDWR) < 2:  # a closed 0, 1 or 2 would go to the next file, and stray output with it
         pass
     closed = {name for name in ("stdout", "stderr") if getattr(sys, name) is None}
     for name in closed:
@@ -74,18 +74,17 @@ def run_main(main, output_optional=False):
     if output_optional:
         sys.stdout = OptionalOutput(sys.stdout, lost="stdout" in closed)
         sys.stderr = OptionalOutput(sys.stderr, lost="stderr" in closed)
-    status = exit_status(main)
+    status = exit_status(main) or exit_status(sys.stdout.flush)
     if output_optional and not status and (sys.stdout.lost or sys.stderr.lost):
         status = 1
-    for output in (sys.stdout, sys.stderr):
-        point_to_null_if_broken(output)
+    for stream in (sys.__stdout__, sys.__stderr__):
+        point_to_null_if_broken(stream)
     sys.exit(status)
 
 
 def exit_status(main):
     try:
         main()
-        sys.stdout.flush()
     except UserError as error:
         if os.environ.get("RANK", "0") != "0":  # if all processes have this error, torchrun ends us with rank 0
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -103,9 +102,10 @@ def exit_status(main):
         return 2
 
 
-def point_to_null_if_broken(output):
+def point_to_null_if_broken(stream):
     """What is left in the buffer would otherwise fail again when Python ends, with a complaint and status 120."""
     try:
-        (output.stream if isinstance(output, OptionalOutput) else output).flush()
+        if stream is not None:  # None: it was closed from the start
+            stream.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
