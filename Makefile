@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 BIN = .venv/bin
+SHARE ?= 1.0
 
 train: .venv/installed
 	$(BIN)/python train.py config/method3_2.py
@@ -9,10 +10,10 @@ train: .venv/installed
 test: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto
 
-soak: .venv/installed-dev  # train.py killed at a hundred random moments
-	$(BIN)/python tests/soak.py 100
+soak: .venv/installed-dev  # kills, damaged files, random command lines; SHARE=0.1: a tenth of them
+	$(BIN)/python tests/soak.py --share=$(SHARE)
 
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv
