@@ -1,5 +1,6 @@
 """
-Hugging Face folders in and out: GPT-2 and Llama models as config.json and safetensors files.
+Hugging Face folders in and out: GPT-2 and Llama models as config.json and safetensors files; and back in, what
+tools/export has made of other models.
 
 A folder may come from a stranger. Nothing in it is executed or unpickled, and before anything is allocated the sizes in
 its config.json are held against the tensors that its files really contain.
@@ -127,6 +128,7 @@ FAMILIES = {
         },
         buffers=(".rotary_emb.inv_freq",),
     ),
+    "regpt": Family("ReGPTForCausalLM", {}, {}, {}, {}, {}, "model.", {}, ()),  # all settings and names are our own
 }
 
 
@@ -150,8 +152,12 @@ def load_pretrained(cls, name_or_dir, overrides):
     bigger = claim > sum(tensor.numel() for tensor in found.values()) or config.n_layer > len(found)
     refuse(bigger, f"{folder}/config.json describes a bigger model than its weight files hold")
 
-    state = initial_residual(wanted)
-    for theirs, ours in tensor_names(family, config.n_layer):
+    learned = wanted.residual_mode == config.residual_mode
+    state = {} if learned else initial_residual(wanted)
+    again = learned and wanted.residual_start != config.residual_start
+    refuse(again, f"{folder} has learned residual weights: residual_start would change nothing")
+    names = tensor_names(family, config.n_layer) if family.modules else [(name, [name]) for name in found]
+    for theirs, ours in names:
         if theirs in found:
             state.update(zip(ours, transposed(theirs, found.pop(theirs)).chunk(len(ours)), strict=False))
     refuse(found, f"{folder} has a tensor {min(found, default='')!r} that a {family.architecture} does not have")
@@ -164,33 +170,33 @@ def load_pretrained(cls, name_or_dir, overrides):
         model = cls.from_state(replace(wanted, block_size=config.block_size), state)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
-    for parameter in model.parameters():  # a copy of our own: the file's is mapped, and q, k and v may share it
-        parameter.data = parameter.data.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    for tensor in (*model.parameters(), *model.buffers()):  # a copy of our own: the file's is mapped
+        dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+        tensor.data = tensor.data.to(dtype, copy=True, memory_format=torch.contiguous_format)
     model.crop_block_size(wanted.block_size)
     return model
 
 
 def save_pretrained(model, folder):
     """config.json and model.safetensors for transformers: the whole folder or nothing."""
-    config = model.config
-    model_type = "gpt2" if config.position == "learned" else "llama"
-    family = FAMILIES[model_type]
-    check_form(config, model_type, family)
-    parameters = dict(model.named_parameters())  # a tied head is not in it
-    tensors = {}
-    for theirs, ours in tensor_names(family, config.n_layer):
-        if ours[0] in parameters:
-            name = theirs if theirs == "lm_head.weight" else family.prefix + theirs
-            tensor = transposed(theirs, torch.cat([parameters[name] for name in ours]))
-            tensors[name] = tensor.detach().cpu().contiguous()
+    reasons = "; ".join(misfits(model.config))
+    advice = "python -m tools.export writes any run, with the code that it needs"
+    refuse(reasons, f"Hugging Face's {model_type(model.config)} cannot hold this model: {reasons}; {advice}")
     with whole_folder(folder) as new:
-        files = new / "config.json", new / "model.safetensors"
-        write_json(files[0], their_config(config, model_type, family))
-        save_file(tensors, files[1], metadata={"format": "pt"})
-        files[1].chmod(files[0].stat().st_mode)  # safetensors lets nobody else read it
+        write_model(new, their_config(model.config), their_tensors(model))
 
 
 # names and tensors
+
+
+def their_tensors(model):
+    family, parameters = FAMILIES[model_type(model.config)], dict(model.named_parameters())  # a tied head is not in it
+    tensors = {}
+    for theirs, ours in tensor_names(family, model.config.n_layer):
+        if ours[0] in parameters:
+            name = theirs if theirs == "lm_head.weight" else family.prefix + theirs
+            tensors[name] = transposed(theirs, torch.cat([parameters[name] for name in ours]))
+    return tensors
 
 
 def tensor_names(family, n_layer):
@@ -214,12 +220,15 @@ def read_config(path):
     """The family and the GPTConfig of a config.json."""
     refuse(not path.exists(), f"{path.parent} has no {path.name}: it must be the folder of a Hugging Face model")
     theirs = read_json(path)
-    model_type = str(theirs.get("model_type"))
+    kind = str(theirs.get("model_type"))
     refuse(
-        model_type not in FAMILIES,
-        f"{path} is of a model of type {model_type!r}: only {' and '.join(FAMILIES)} can be loaded",
+        kind not in FAMILIES,
+        f"{path} is of a model of type {kind!r}: only {' and '.join(FAMILIES)} can be loaded",
     )
-    family = FAMILIES[model_type]
+    family = FAMILIES[kind]
+    if kind == "regpt":
+        refuse(not isinstance(theirs.get("gpt"), dict), f"{path} does not say 'gpt'")
+        return family, checked_config(path, theirs["gpt"])
     settings = dict(family.form)
     for ours, key in family.keys.items():
         refuse(key not in theirs and key not in family.defaults, f"{path} does not say '{key}'")
@@ -232,21 +241,25 @@ def read_config(path):
         f"{path} says {family.keys['activation']}={activation!r}: only {known} can be loaded",
     )
     settings["activation"] = family.activations[activation]
-    if model_type == "llama":
+    if kind == "llama":
         refuse(
             theirs.get("mlp_bias", False) != settings["bias"],
             f"{path} has biases in attention or MLP alone: only both or neither can be loaded",
         )
         settings["rope_theta"], settings["rope_scaling"] = read_rope(path, theirs)
-    try:
-        config = GPTConfig(**settings)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+    config = checked_config(path, settings)
     refuse(
         theirs.get("head_dim") not in (None, config.head_size),
         f"{path} says head_dim={theirs.get('head_dim')!r}: only {config.head_size}, the width/heads, can be loaded",
     )
     return family, config
+
+
+def checked_config(path, settings):
+    try:
+        return GPTConfig(**settings)
+    except (UserError, TypeError) as error:  # TypeError: an unknown setting
+        raise UserError(f"{path}: {error}") from None
 
 
 def read_rope(path, theirs):
@@ -265,24 +278,32 @@ def read_rope(path, theirs):
     return theta, tuple(numbers[name] for name in LLAMA3) if numbers else None
 
 
-def their_config(config, model_type, family):
-    theirs = {"model_type": model_type, "architectures": [family.architecture]}
+def model_type(config):
+    """The family that a model to save belongs to, if it fits."""
+    return "gpt2" if config.position == "learned" else "llama"
+
+
+def their_config(config):
+    family = FAMILIES[model_type(config)]
+    theirs = {"model_type": model_type(config), "architectures": [family.architecture]}
     theirs.update({key: getattr(config, ours) for ours, key in family.keys.items()})
     names = {ours: name for name, ours in reversed(family.activations.items())}
     theirs[family.keys["activation"]] = names[config.activation]
     # else transformers takes the ids of its own tokenizers and ends texts at them
     theirs.update(bos_token_id=None, eos_token_id=None)
-    if model_type == "gpt2":
+    if config.position == "learned":
         theirs.update(resid_pdrop=config.dropout, embd_pdrop=config.dropout, attn_pdrop=0.0)
     else:
         theirs.update(mlp_bias=config.bias, rope_theta=config.rope_theta)  # where every transformers looks for it
-        if config.rope_scaling:
-            *factors, length = config.rope_scaling
-            theirs["rope_scaling"] = {"rope_type": "llama3", **dict(zip(LLAMA3, (*factors, int(length)), strict=True))}
+    if config.rope_scaling:
+        *factors, length = config.rope_scaling
+        theirs["rope_scaling"] = {"rope_type": "llama3", **dict(zip(LLAMA3, (*factors, int(length)), strict=True))}
     return theirs
 
 
-def check_form(config, model_type, family):
+def misfits(config):
+    """Why the family cannot hold such a model; nothing if it can."""
+    family = FAMILIES[model_type(config)]
     reasons = [
         f"{name} must be {value!r}, not {getattr(config, name)!r}"
         for name, value in family.form.items()
@@ -293,7 +314,7 @@ def check_form(config, model_type, family):
         reasons.append(f"activation must be one of {known}, not '{config.activation}'")
     if "n_kv_head" not in family.keys and config.n_kv_head != config.n_head:
         reasons.append(f"n_kv_head={config.n_kv_head} must be n_head={config.n_head}")
-    refuse(reasons, f"Hugging Face's {model_type} cannot hold this model: {'; '.join(reasons)}")
+    return reasons
 
 
 # files
@@ -333,8 +354,9 @@ def open_weights(folder, family):
             if short.endswith(family.buffers):
                 continue
             refuse(short in found, f"{folder} holds the tensor {name!r} twice")
+            allowed = [torch.int64] if short.endswith("num_batches_tracked") else FLOATS
             refuse(
-                tensor.dtype not in FLOATS,
+                tensor.dtype not in allowed,
                 f"the tensor {name!r} in {folder} is {tensor.dtype}: quantised weights cannot be loaded",
             )
             found[short] = tensor
@@ -348,6 +370,14 @@ def shards(index):
         refuse(any(c in name for c in "/\\\0"), f"{index} lists {name!r}: only files in its own folder are read")
         refuse(not (index.parent / name).is_file(), f"{index.parent} has no {name!r}, which {index.name} lists")
         yield index.parent / name
+
+
+def write_model(folder, config, tensors):
+    files = folder / "config.json", folder / "model.safetensors"
+    write_json(files[0], config)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, files[1], metadata={"format": "pt"})
+    files[1].chmod(files[0].stat().st_mode)  # safetensors lets nobody else read it
 
 
 @contextlib.contextmanager
