@@ -90,7 +90,7 @@ def label(axes, x_label, y_label):
 
 
 def short_number(x, _=None):
-    return EngFormatter()(x) if abs(x) >= 1e4 else f"{x:g}"  # 1.5 M
+    return EngFormatter()(x) if abs(x) >= 1e3 else f"{x:g}"  # 1.5 M
 
 
 def save(figure, path, svg=False):
@@ -185,16 +185,33 @@ def height_for(names):
     return max(5.0, 0.21 * names + 0.9)
 
 
-def panel_grid(panels, beside=0.0):
-    """A figure with square axes for so many panels and inches beside them; what is left over stays empty."""
+def panel_grid(panels, cells, beside=0.0):
+    """Axes for squares of so many cells, and inches beside them; what is left over stays empty. Returns a side, too."""
     columns = min(3, panels)
     rows = -(-panels // columns)
-    side = WIDTH / max(columns, 1.5)
+    side = min(WIDTH / max(columns, 1.5), max(3.0, 1.2 + 0.45 * cells))
     size = side * columns + beside, side * rows
     figure, grid = plt.subplots(rows, columns, figsize=size, dpi=DPI, layout="constrained", squeeze=False)
     for axes in grid.flat[panels:]:
         axes.set_axis_off()
     return figure, grid.ravel()[:panels], side
+
+
+def write_numbers(axes, square, texts, light, inches):
+    """A text into each cell that is not nan, white where light, unless the cells are too small for it."""
+    cell = 72 * inches / len(square)  # points
+    size = min(7.0, cell / (0.65 * max(map(len, texts.values()))))
+    for (m, i), text in texts.items() if size >= 4.5 else ():
+        colour = "white" if light[m, i] else INK
+        axes.text(i, m, text, color=colour, ha="center", va="center", fontsize=size)
+
+
+def label_square(axes, title, x_label, y_label):
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel(x_label, fontsize=8)
+    axes.set_ylabel(y_label, fontsize=8)
+    axes.tick_params(labelsize=7, length=0)
+    axes.spines[:].set_visible(False)
 
 
 # --- the pictures -----------------------------------------------------------------------------------------------------
@@ -228,7 +245,7 @@ def plot_frontier(points, x_label, path, svg=False):
     """
     figure, axes = new_axes(x_label, "validation loss (nats)", height_for(len(points)))
     points = sorted(((name, row, x, float(np.mean(losses)), losses) for name, row, x, losses in points), key=cheapest)
-    best = [end for n, end in enumerate(points) if all(end[3] < other[3] for other in points[:n])]
+    best = frontier(points)
     for _, row, x, mean, losses in points:
         look = style(row)
         if len(losses) > 1:
@@ -262,6 +279,11 @@ def cheapest(point):
     return x, mean
 
 
+def frontier(points):
+    """Of points (name, row, x, loss, …), the cheapest first, those whose loss no cheaper one reaches."""
+    return [point for n, point in enumerate(points) if all(point[3] < other[3] for other in points[:n])]
+
+
 def plot_run(run, path, svg=False):
     """run: name, row, loss, best_loss, its curve and training, lists by name."""
     figure, axes = new_axes("tokens", "loss (nats)")
@@ -270,8 +292,9 @@ def plot_run(run, path, svg=False):
     smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
     tokens_smooth = tokens[window - 1 :]
     evaluated = np.array(run["curve"]["tokens"]), np.array(run["curve"]["loss"])
+    text = "training" if window == 1 else f"training, mean of {window} lines"
     axes.plot(tokens, losses, linewidth=0.5, color="#BBBBBB")
-    axes.plot(tokens_smooth, smooth, linewidth=1.2, color="#777777", label=f"training, mean of {window} steps logged")
+    axes.plot(tokens_smooth, smooth, linewidth=1.2, color="#777777", label=text)
     axes.plot(*evaluated, label="validation", **style(run["row"]))
     crop(axes, [(tokens_smooth, smooth), evaluated], skip=0.05)
     axes.set_title(f"{run['name']}: validation loss {run['loss']:.4f}, best {run['best_loss']:.4f}", loc="left")
@@ -309,15 +332,12 @@ def plot_growth(panels, x_label, path, svg=False):
 
 def plot_weights(panels, path, svg=False):
     """panels: (title, square of normalised weights); in per cent, all in one colour scale."""
-    figure, grid, side = panel_grid(len(panels))
+    figure, grid, side = panel_grid(len(panels), max(len(square) for _, square in panels))
     top = max(np.nanmax(square, initial=0.5) for _, square in panels)
     for axes, (title, square) in zip(grid, panels, strict=True):
         axes.imshow(square, cmap="cividis", vmin=0, vmax=top)
-        for (m, i), weight in np.ndenumerate(square):
-            if not np.isnan(weight):
-                colour = "white" if weight < 0.5 * top else "black"
-                number = {"ha": "center", "va": "center", "fontsize": number_size(side, len(square))}
-                axes.text(i, m, f"{100 * weight:.0f}", color=colour, **number)
+        texts = {at: f"{100 * weight:.0f}" for at, weight in np.ndenumerate(square) if not np.isnan(weight)}
+        write_numbers(axes, square, texts, square < 0.5 * top, side - 0.6)
         axes.set(xticks=range(len(square)), yticks=range(1, len(square)))
         axes.set_ylim(len(square) - 0.5, 0.5)  # layer 0 has no weights
         label_square(axes, title, "output of layer", "in layer")
@@ -327,51 +347,38 @@ def plot_weights(panels, path, svg=False):
 def plot_depth_mixing(panels, path, svg=False):
     """
     panels: (title, {"rows": who reads, "columns": what is read, "matrix": the factors}). The plain residual is 1
-    everywhere below the diagonal, and colourless.
+    everywhere below the diagonal, and colourless; twice as much is as far from it as half as much.
     """
-    figure, grid, side = panel_grid(len(panels), beside=0.9)
     squares = [(title, mixing, readable(mixing["matrix"])) for title, mixing in panels]
-    largest = max(np.nanmax(np.abs(square - 1)) for *_, square in squares)
-    top = min(max(largest, 0.1), 1.0)  # neither rounding nor a single outlier decides about the colours
-    for axes, (title, mixing, square) in zip(grid, squares, strict=True):
-        image = axes.imshow(square, cmap="RdBu_r", vmin=1 - top, vmax=1 + top)
+    figure, grid, side = panel_grid(len(panels), max(len(square) for *_, square in squares), beside=0.9)
+    doublings = [np.log2(np.fmax(square, 2.0**-9)) for *_, square in squares]  # 0 and below: as far as it goes
+    largest = max(np.nanmax(np.abs(square)) for square in doublings)
+    top = min(max(largest, 0.15), 3.0)  # neither rounding nor a single outlier decides about the colours
+    for axes, (title, mixing, square), colours in zip(grid, squares, doublings, strict=True):
         n = len(square)
+        image = axes.imshow(np.where(np.isnan(square), np.nan, colours), cmap="RdBu_r", vmin=-top, vmax=top)
         edges = np.repeat(np.arange(n + 1) - 0.5, 2)  # the outline of the stairs, for what has no colour
         axes.fill([*edges[1:], -0.5], [*edges[:-1], n - 0.5], fill=False, edgecolor=GREY, linewidth=0.6)
-        size = number_size(side, n)
-        if size >= 5:
-            for (m, i), factor in np.ndenumerate(square):
-                if not np.isnan(factor):
-                    colour = "white" if abs(factor - 1) > 0.65 * top else INK
-                    axes.text(i, m, f"{factor:.2f}", color=colour, ha="center", va="center", fontsize=size)
+        texts = {at: f"{f:.2f}"[:4].rstrip(".") for at, f in np.ndenumerate(square) if not np.isnan(f)}
+        write_numbers(axes, square, texts, np.abs(colours) > 0.65 * top, side - 1.1)
         shown = range(0, n, -(-n // 26))  # of very many, some
         axes.set_xticks(shown, [mixing["columns"][i] for i in shown], rotation=90)
         axes.set_yticks(shown, [mixing["rows"][m] for m in shown])
         label_square(axes, title, "what is read", "who reads")
     extend = "both" if largest > top else "neither"
     text = "factor; the plain residual is 1"
-    figure.colorbar(image, ax=grid, extend=extend, shrink=0.6 if len(grid) < 4 else 0.3, label=text)
+    bar = figure.colorbar(image, ax=grid, extend=extend, shrink=0.6 if len(grid) < 4 else 0.3, label=text)
+    ticks = [n for n in (-3, -2, -1, -0.5, -0.25, -0.1, 0, 0.1, 0.25, 0.5, 1, 2, 3) if abs(n) <= top]
+    ticks = [n for n in ticks if n == 0 or abs(n) > top / 4]
+    bar.set_ticks(ticks, labels=[f"{2.0**n:.3g}" for n in ticks])
     save(figure, path, svg)
 
 
 def readable(matrix):
     """A reader has before it e and what the sub-layers before it wrote: nan elsewhere."""
     square = np.array(matrix, dtype=float)
-    square[np.triu_indices(len(square), 1, square.shape[1])] = np.nan
+    square[np.triu_indices(len(square), 1)] = np.nan
     return square
-
-
-def number_size(side, columns):
-    """The font size at which a number fits into a cell."""
-    return min(7.0, 72 * side / (columns + 2) / 2.6)
-
-
-def label_square(axes, title, x_label, y_label):
-    axes.set_title(title, fontsize=9)
-    axes.set_xlabel(x_label, fontsize=8)
-    axes.set_ylabel(y_label, fontsize=8)
-    axes.tick_params(labelsize=7, length=0)
-    axes.spines[:].set_visible(False)
 
 
 # --- learned weights under a softmax, as squares for plot_weights -----------------------------------------------------
