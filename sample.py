@@ -1,23 +1,23 @@
 """
 Generate text from a trained run, or from Hugging Face weights:
 
-    python sample.py --out_dir=out/method3_2 --start="The " --num_samples=3
+    python sample.py out/method3_2 --start="The " --num_samples=3
     python sample.py --init_from=gpt2 --start=FILE:prompt.txt
 """
 
-import os
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from configurator import UserError, configure, run_main
-from data.common import load_tokenizer
-from hf import find_folder
+from configurator import configure
+from data.tokenizer import load_tokenizer
+from lib.errors import UserError, refuse, run_main
+from lib.hf import find_folder
+from lib.machine import is_out_of_memory, pick_device
+from lib.run import load_run
 from model import GPT
-from train import is_out_of_memory, load_checkpoint, pick_device
 
 MAX_PROMPT_BYTES = 10_000_000  # far beyond every context
 MAX_SAMPLES = 10_000
@@ -25,54 +25,52 @@ MAX_SAMPLES = 10_000
 
 @dataclass
 class SampleConfig:
-    out_dir: str = "out/method3_2"  # of the run
+    # model
+    out_dir: str = "out/method3_2"  # the run's folder, which may also stand first, without --out_dir=
     checkpoint: str = "best"  # best or latest
     init_from: str | None = None  # instead of a run: a Hugging Face name or folder
-    start: str = ""  # the prompt, or FILE:path; empty: the beginning of a document
-    num_samples: int = 1
-    max_new_tokens: int = 500
-    temperature: float = 0.8  # 0: always the most likely token
-    top_k: int | None = 200  # draw from the k most likely tokens only
-    top_p: float | None = None  # draw from the most likely tokens that together have this probability
-    stop: bool = True  # end a sample at the end of a document
-    seed: int = 1
     device: str | None = None  # cuda, mps, cpu; None: by what the machine has
+    # text
+    start: str = ""  # the prompt, or FILE:path; empty: the beginning of a document
+    num_samples: int = 1  # made together, shown one after the other
+    max_new_tokens: int = 500  # of each sample
+    temperature: float = 0.8  # 0: always the most likely token
+    top_k: int | None = 200  # sample from the k most likely tokens only
+    top_p: float | None = None  # sample from the most likely tokens that together have this probability
+    stop: bool = True  # end a sample at the end of a document
+    seed: int = 1  # the same text again for the same seed
 
 
 def check_settings(s):
+    refuse(len(s.folders) > 1, f"one run at a time, not {len(s.folders)}: {', '.join(s.folders)}")
+    twice = s.folders and ("out_dir" in s.given or s.init_from)
+    refuse(twice, "name the model once: as a folder, or with --out_dir, or with --init_from")
     for name, least in {"num_samples": 1, "max_new_tokens": 1, "top_k": 1, "temperature": 0, "seed": 0}.items():
-        if getattr(s, name) is not None and getattr(s, name) < least:
-            raise UserError(f"{name} must be at least {least}, not {getattr(s, name)}")
-    if s.num_samples > MAX_SAMPLES:
-        raise UserError(f"num_samples must be at most {MAX_SAMPLES}, not {s.num_samples}")
-    if 0 < s.temperature < 1e-6:  # logits divided by it would overflow
-        raise UserError(f"temperature must be 0 or at least 1e-6, not {s.temperature}")
-    if s.top_p is not None and not 0 < s.top_p <= 1:
-        raise UserError(f"top_p must be more than 0 and at most 1, not {s.top_p}")
-    if s.checkpoint not in ("best", "latest"):
-        raise UserError(f"checkpoint must be best or latest, not {s.checkpoint!r}")
+        value = getattr(s, name)
+        refuse(value is not None and value < least, f"{name} must be at least {least}, not {value}")
+    refuse(s.num_samples > MAX_SAMPLES, f"num_samples must be at most {MAX_SAMPLES}, not {s.num_samples}")
+    overflow = 0 < s.temperature < 1e-6  # of logits divided by it
+    refuse(overflow, f"temperature must be 0 or at least 1e-6, not {s.temperature}")
+    wrong = s.top_p is not None and not 0 < s.top_p <= 1
+    refuse(wrong, f"top_p must be more than 0 and at most 1, not {s.top_p}")
+    refuse(s.checkpoint not in ("best", "latest"), f"checkpoint must be best or latest, not {s.checkpoint!r}")
 
 
-def load_run(out_dir, which):
-    """Model and tokenizer of a run; both are in its folder."""
-    names = {"best": "best.pt", "latest": "ckpt.pt"}
-    there = [name for name, file in names.items() if os.path.exists(out_dir / file)]
-    if which not in there:
-        advice = f"choose --checkpoint={there[0]}" if there else "train one, or name another --out_dir"
-        raise UserError(f"there is no {names[which]} of a run in {out_dir}: {advice}")
-    checkpoint = load_checkpoint(out_dir / names[which])
-    return checkpoint["model"], load_tokenizer(checkpoint["data"].get("tokenizer"), out_dir)
+def load_model(s):
+    """Model and tokenizer."""
+    if s.init_from:
+        return load_hugging_face(s.init_from)
+    checkpoint, tokenizer = load_run(s.folders[0] if s.folders else s.out_dir, s.checkpoint)
+    return checkpoint.model, tokenizer
 
 
 def load_hugging_face(name):
-    try:
-        folder = find_folder(name)
-        model = GPT.from_pretrained(folder)
-    except ValueError as error:
-        raise UserError(error) from None
+    folder = find_folder(name)
+    model = GPT.from_pretrained(folder)
     has_own = (folder / "tokenizer.json").exists()
-    if not has_own and not 0 <= model.config.vocab_size - 50257 < 64:  # GPT-2's ids, or those padded for speed
-        raise UserError(f"{folder} has no tokenizer.json, and its vocabulary is not GPT-2's: put the file there")
+    gpt2 = 0 <= model.config.vocab_size - 50257 < 64  # its ids, or those padded for speed
+    advice = "put the file there"
+    refuse(not has_own and not gpt2, f"{folder} has no tokenizer.json, and its vocabulary is not GPT-2's: {advice}")
     return model, load_tokenizer("hf" if has_own else "gpt2", folder)
 
 
@@ -86,8 +84,7 @@ def read_prompt(start):
                 content = file.read(MAX_PROMPT_BYTES + 1)
         except (OSError, ValueError) as error:
             raise UserError(f"the prompt {path} cannot be read: {getattr(error, 'strerror', error)}") from None
-        if len(content) > MAX_PROMPT_BYTES:
-            raise UserError(f"the prompt {path} is longer than {MAX_PROMPT_BYTES:,} bytes: cut it")
+        refuse(len(content) > MAX_PROMPT_BYTES, f"the prompt {path} is longer than {MAX_PROMPT_BYTES:,} bytes: cut it")
     try:
         return content.decode()
     except UnicodeDecodeError:
@@ -104,26 +101,24 @@ def prompt_ids(text, tokenizer, block_size):
 
 
 def main():
-    s = configure(sys.argv[1:], SampleConfig)
+    s = configure(sys.argv[1:], SampleConfig, folders=True)
     check_settings(s)
     try:
         sample(s)
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise UserError("out of memory: use a smaller num_samples") from None
-        if "probability tensor" in str(error):  # what torch says when it shall draw from nan
+        if "probability tensor" in str(error):  # what torch says when it shall sample from nan
             raise UserError("the model gives nan or infinite logits: choose another checkpoint") from None
         raise
 
 
 def sample(s):
     device = pick_device(s.device)
-    model, tokenizer = load_hugging_face(s.init_from) if s.init_from else load_run(Path(s.out_dir), s.checkpoint)
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size:,} ids, the model only {model.config.vocab_size:,}: "
-            "put the model's own tokenizer.json into its folder"
-        )
+    model, tokenizer = load_model(s)
+    sizes = f"the tokenizer has {tokenizer.vocab_size:,} ids, the model only {model.config.vocab_size:,}"
+    too_many = tokenizer.vocab_size > model.config.vocab_size
+    refuse(too_many, f"{sizes}: put the model's own tokenizer.json into its folder")
     model.to(device).eval()
     prompt = read_prompt(s.start)
     ids = prompt_ids(prompt, tokenizer, model.config.block_size)
@@ -153,7 +148,7 @@ def sample(s):
             texts[i] += text
             if i == 0:  # the first sample is shown as it is made, the others behind it
                 print(text, end="", flush=True)
-    seconds = time.perf_counter() - started
+    seconds = max(1e-9, time.perf_counter() - started)  # a clock may stand still
     print(decoders[0].finish())
     for decoder, text in zip(decoders[1:], texts[1:], strict=True):
         print(f"---------------\n{prompt}{text}{decoder.finish()}")

@@ -9,6 +9,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from lib.errors import UserError, one_line, refuse
 
@@ -69,6 +70,12 @@ class Machine:
     def peak_memory(self):
         """Bytes: the device's, or this process's resident set."""
         return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else peak_resident()
+
+    def progress(self, unit, total, done=0, delay=0):
+        """A bar on stderr. With a delay it appears only if the work lasts that many seconds, and goes away."""
+        seconds = 0.5 if sys.stderr.isatty() else 15
+        options = {"leave": not delay, "mininterval": seconds, "disable": not self.chief}
+        return tqdm(unit=unit, total=total, initial=done, delay=delay, **options)
 
     def __str__(self):
         name = torch.cuda.get_device_name() if self.device.type == "cuda" else self.device.type

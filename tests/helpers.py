@@ -7,10 +7,12 @@ what the script does: its main() with this command line, until it exits or is ki
 import contextlib
 import functools
 import gc
+import importlib
 import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +21,7 @@ import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # tiny models: waking a second thread costs more than it saves
     "OPENBLAS_NUM_THREADS": "1",
@@ -86,12 +89,22 @@ def tiny(folder, **settings):
 
 
 def start(script, *args, before="", limit=None, env=None, cwd=ROOT):
-    """before: Python code to run first; limit: largest file in bytes."""
+    """script: train.py, sample.py, or a module such as tools.report; before: Python code to run first; limit: largest
+    file in bytes."""
     folder = Path(tempfile.mkdtemp(dir=server().folder))
     for name in ("stdout", "stderr"):  # there from the beginning, for those who read along
         (folder / name).touch()
     request = {"script": script, "args": [os.fsdecode(a) for a in map(os.fspath, args)], "folder": str(folder)}
     return Process(ask(request | {"before": before, "limit": limit, "env": env or {}, "cwd": str(cwd)}), folder)
+
+
+def start_two(*args, **options):
+    """train.py as two processes, as torchrun starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [start("train.py", *args, env=world | {"RANK": str(r), "LOCAL_RANK": str(r)}, **options) for r in range(2)]
 
 
 def run(script, *args, **options):
@@ -112,6 +125,13 @@ def check_error(process, *words, status=2):
     assert len(lines) == 1 and lines[0].startswith("error: "), process.stderr
     for word in words:
         assert str(word) in lines[0], lines[0]
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 def command(*args, **options):
@@ -145,23 +165,45 @@ def evaluation(out_dir):
     return {key: value for key, value in results.items() if key not in TIMES | {"eval_perplexity"}}
 
 
-def parameters(out_dir, name="ckpt.pt"):
-    import torch
+def steps_done(out_dir):
+    """How many training steps metrics.jsonl holds, also while it is written."""
+    path = Path(out_dir) / "metrics.jsonl"
+    return path.read_text().count('"loss"') if path.exists() else 0
 
-    return torch.load(Path(out_dir) / name, weights_only=True)["model"]
+
+def read_checkpoint(path):
+    """(tensors by name, what the metadata says of the run), read by the library alone."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name).clone() for name in file.keys()}, json.loads(file.metadata()["run"])
+
+
+def write_checkpoint(path, tensors, run):
+    """The same back, with the right checksum; run may also be any text."""
+    from lib.checkpoint import write_tensors
+
+    write_tensors(path, tensors, run if isinstance(run, str) else json.dumps(run))
+
+
+def parameters(out_dir, name="ckpt.safetensors"):
+    tensors, _ = read_checkpoint(Path(out_dir) / name)
+    return {key.removeprefix("model."): tensor for key, tensor in tensors.items() if key.startswith("model.")}
 
 
 def assert_same_run(a, b):
-    """Bit for bit: the parameters, the metrics and the evaluation, at the end and at the best."""
+    """Bit for bit: parameters, the optimizer's state, metrics and evaluation, at the end and at the best."""
     import torch
 
     assert metrics(a) == metrics(b)
     assert evaluation(a) == evaluation(b)
-    for name in ("ckpt.pt", "best.pt"):
-        ours, theirs = parameters(a, name), parameters(b, name)
+    for name in ("ckpt.safetensors", "best.safetensors"):
+        (ours, our_run), (theirs, their_run) = (read_checkpoint(Path(folder) / name) for folder in (a, b))
         assert ours.keys() == theirs.keys()
         for key in ours:
             assert torch.equal(ours[key], theirs[key]), key
+        for key in ("step", "best_loss", "config", "data", "scaler"):
+            assert our_run[key] == their_run[key], key
 
 
 def snapshot(folder):
@@ -172,8 +214,8 @@ def snapshot(folder):
 @functools.cache
 def dataset():
     """A small dataset for all tests: 320 ids with the padding, a short last block, characters of several bytes."""
-    sys.path.insert(0, str(ROOT))
-    from data.common import load_tokenizer, write_dataset
+    from data.prepare import write_dataset
+    from data.tokenizer import load_tokenizer
 
     words = "the cat sat on a mat — naïve café 😀 and then, slowly, it went home.\n".split(" ")
     texts = [" ".join(words[i * j % len(words)] for j in range(60)) for i in range(1, 31)]
@@ -211,18 +253,15 @@ def ask(request):
 
 
 def serve():
-    sys.path.insert(0, str(ROOT))
     import torch
 
-    import sample
-    import train
-    from configurator import run_main
+    import sample  # noqa: F401
+    import train  # noqa: F401
 
     torch.set_num_threads(1)
     with torch.device("meta"):  # what torch imports only at the first use of these
         torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], fused=True).step()
         torch.amp.GradScaler("cpu", enabled=False)
-    mains = {"train.py": train.main, "sample.py": sample.main}
     gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
@@ -232,11 +271,11 @@ def serve():
         else:
             answer = os.fork()
             if answer == 0:
-                os._exit(do(request, functools.partial(run_main, mains[request["script"]])))
+                os._exit(do(request))
         print(json.dumps(answer), flush=True)
 
 
-def do(request, main):
+def do(request):
     """Turn this fresh child into the process that was asked for. Returns its exit status."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -251,10 +290,14 @@ def do(request, main):
     sys.argv = [request["script"], *request["args"]]
     if request["limit"] is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit"], request["limit"]))
+    from lib.errors import run_main
+
     status = 0
     try:
         exec(request["before"], {})
-        main()
+        script = request["script"]
+        main = importlib.import_module(script.removesuffix(".py")).main
+        run_main(main, output_optional=script == "train.py")  # as the last line of each script
     except SystemExit as end:
         status = end.code or 0
     except BaseException:
