@@ -168,7 +168,7 @@ def print_help(dataclasses, folders):
         print(f"\n{title}")
         for field, comment in keys:
             start = f"  --{field.name + '=' + str(field.default):32} {kind_names(kinds_of(field.type)):13} "
-            print(textwrap.fill(start + comment, width, subsequent_indent=" " * 50, break_on_hyphens=False))
+            print(textwrap.fill(start + comment, width, subsequent_indent=" " * 51, break_on_hyphens=False))
 
 
 def help_groups(cls):

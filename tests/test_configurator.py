@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import helpers
 import pytest
 
 import configurator
@@ -189,6 +190,17 @@ def test_folders(tmp_path):
         parse("absent.py", folders=True)
 
 
+def test_mistakes_of_the_real_command(tmp_path):
+    large = write(tmp_path / "large.py", "#" * 1_000_001)
+    for argument, words in {
+        "method3_2": "did you mean config/method3_2.py?",
+        "/dev/zero": "/dev/zero is not a regular file",
+        large: "too large",
+        "--n_layr=3": "did you mean n_layer?",
+    }.items():
+        helpers.check_error(helpers.run("train.py", argument), words)
+
+
 # --- --help -----------------------------------------------------------------------------------------------------------
 
 CHOICES = {"small": 1, "large": 2}
@@ -329,6 +341,15 @@ def test_training_does_not_need_room_or_readers(kind, name, tmp_path, request):
         assert run_script(tmp_path, True, QUIET, lines=lines, **output) == (1, "", "done")
     end = "sys.exit(0)", "sys.exit(130)"  # a status that says more than 1 stays
     assert [run_script(tmp_path, True, f"{QUIET}; {code}", lines=1, **output)[0] for code in end] == [1, 130]
+
+
+def test_training_with_lost_output(tmp_path):
+    """The real one: its checkpoints, metrics and evaluation are those of a run that somebody reads."""
+    helpers.good("train.py", *helpers.tiny(tmp_path / "read"))
+    unread = "import os; reader, writer = os.pipe(); os.close(reader); os.dup2(writer, 1); os.dup2(writer, 2)"
+    process = helpers.run("train.py", *helpers.tiny(tmp_path / "unread"), before=unread)
+    assert process.status == 1
+    helpers.assert_same_run(tmp_path / "read", tmp_path / "unread")
 
 
 def test_where_output_is_the_work(tmp_path, full):
