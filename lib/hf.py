@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from lib.errors import UserError, one_line, refuse
@@ -396,7 +396,7 @@ def whole_folder(folder):
             sync(path)
         temporary.rename(folder)  # onto an empty folder or none: fails if it is no longer that
         sync(folder.parent)
-    except Exception as error:  # OSError, and safetensors' own for a full disk
+    except (OSError, SafetensorError) as error:  # a full disk
         raise UserError(f"cannot write {folder}: {one_line(error)}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
