@@ -691,7 +691,7 @@ def kill_preparation(folder, kills, seed):
 
 
 def test_random_kills(tmp_path):
-    assert len(kill_preparation(tmp_path, kills=3, seed=1)) == 3
+    assert len(kill_preparation(tmp_path, kills=2, seed=1)) == 2
 
 
 def test_text_killed(tmp_path):
