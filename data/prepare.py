@@ -113,7 +113,7 @@ class PrepareParser(argparse.ArgumentParser):
 
     def __init__(self, name, docstring, tokenizer):
         super().__init__(
-            usage=f"python data/{name}/prepare.py [OPTION …]" + " PATH …" * (name == "text"),
+            usage=f"python data/{name}/prepare.py [OPTION …]",
             description=docstring.strip(),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,

@@ -40,15 +40,15 @@ def user_error_from_os(action):
 class OptionalOutput:
     """stdout or stderr for a script whose work matters more than its words: a failed write is noted, never raised."""
 
-    def __init__(self, stream, lost):
-        self.stream, self.lost = stream, lost
+    def __init__(self, file, lost):
+        self.file, self.lost = file, lost
 
     def write(self, text):
-        self._note_failure(self.stream.write, text)
+        self._note_failure(self.file.write, text)
         return len(text)
 
     def flush(self):
-        self._note_failure(self.stream.flush)
+        self._note_failure(self.file.flush)
 
     def _note_failure(self, function, *args):
         try:
@@ -57,7 +57,7 @@ class OptionalOutput:
             self.lost = True
 
     def __getattr__(self, name):
-        return getattr(self.stream, name)
+        return getattr(self.file, name)
 
 
 def run_main(main, output_optional=False):
@@ -77,8 +77,8 @@ def run_main(main, output_optional=False):
     status = exit_status(main) or exit_status(sys.stdout.flush)
     if output_optional and not status and (sys.stdout.lost or sys.stderr.lost):
         status = 1
-    for stream in (sys.__stdout__, sys.__stderr__):
-        point_to_null_if_broken(stream)
+    for file in (sys.__stdout__, sys.__stderr__):
+        point_to_null_if_broken(file)
     sys.exit(status)
 
 
@@ -102,10 +102,10 @@ def exit_status(main):
         return 2
 
 
-def point_to_null_if_broken(stream):
+def point_to_null_if_broken(file):
     """What is left in the buffer would otherwise fail again when Python ends, with a complaint and status 120."""
     try:
-        if stream is not None:  # None: it was closed from the start
-            stream.flush()
+        if file is not None:  # None: it was closed from the start
+            file.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())

@@ -98,6 +98,7 @@ def cut_at_line(text, fraction):
 
 def main():
     parser = PrepareParser("text", __doc__, tokenizer="bytes")
+    parser.usage += " PATH …"
     parser.source.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="text files (UTF-8) and folders")
     parser.source.add_argument(
         "--val-fraction",
