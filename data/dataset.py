@@ -65,13 +65,13 @@ def prepare_command(folder):
 
 
 def from_json(cls, values, path):
-    """A dataclass from the JSON of a file: its fields and no others, of their types, no number negative."""
+    """A dataclass from the JSON of a file: its fields and no others, of their types, no number negative or endless."""
     types = {field.name: field.type for field in dataclasses.fields(cls)}
     same = isinstance(values, dict) and values.keys() == types.keys()
     refuse(not same, f"{path} is damaged: it must hold {', '.join(types)}")
     for name, kind in types.items():
-        good = type(values[name]) is kind and (kind is not int or values[name] >= 0)
-        refuse(not good, f"{path} is damaged: {name} is not of type {kind.__name__}, or negative")
+        good = type(values[name]) is kind and (kind is not int or 0 <= values[name] < 2**63)
+        refuse(not good, f"{path} is damaged: {name} is not of type {kind.__name__}, negative or too large")
     return cls(**values)
 
 
