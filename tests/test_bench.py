@@ -1,6 +1,7 @@
 """tools/bench: not how fast anything is, but that the figures fit together."""
 
 import json
+import re
 import shutil
 import sys
 
@@ -206,13 +207,30 @@ def test_the_table_of_two_clones():
 
 
 def test_the_readme_prints_what_was_measured():
+    """Its short table, of whichever rows: `python -m tools.bench tables --out_dir=results/bench --rows=…` prints it."""
     results = json.loads((ROOT / "results/bench/bench.json").read_text())
-    readme = (ROOT / "README.md").read_text()
-    assert bench.modes_summary(results["modes"]["measured"]) in readme
-    for mode in bench.LEARNED:
-        r = results["generate"]["measured"][f"{mode}, 12 layers, context 512"]
-        figures = f"{r['cached']:.1f} | {r['uncached']:.2f} | {r['ratio']:.0f} | {r['cache_bytes'] / 1e6:.1f}"
-        assert f"| {mode} | {figures} |" in readme
+    speed = (ROOT / "README.md").read_text().partition("\n## Speed and memory\n")[2]
+    table = re.search(r"(^\|.*\n)+", speed, re.MULTILINE)[0].rstrip()
+    baseline, *rows = (line.split("|")[1].strip() for line in table.splitlines()[2:])
+    assert baseline == "baseline" and len(rows) >= 2
+    assert table == bench.readme_table(results["modes"]["measured"], rows)
     record = (ROOT / "results/bench/README.md").read_text()
     for name in bench.SECTIONS:
         assert bench.section_text(name, results[name]) in record
+
+
+def test_the_short_table():
+    base = {"gflops": 100.0, "limit": 1.0, "part": 0.5, "seconds": 2.0, "peak_bytes": 1e9}
+    twice = base | {"part": 0.25, "seconds": 4.0, "peak_bytes": 1.5e9}
+    results = {"baseline, train, eager": base, "baseline, eval, eager": base | {"seconds": 0.5}}
+    results |= {"method1, train, eager": twice, "method1, eval, eager": base, "mudd, eval, eager": twice}
+    results |= {"method1, train, checkpointed": twice | {"times_plain": 1.25, "peak_bytes": 1.1e9}}
+    results |= {"mudd, train, eager": base}
+    lines = bench.readme_table(results, ["method1", "mudd"]).splitlines()[2:]
+    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines] == [
+        ["baseline", "2.00 s", "1.00 GB", "0.50 s", "", ""],
+        ["method1", "× 2.00", "× 1.50", "× 1.00", "× 2.50", "× 1.10"],
+        ["mudd", "× 1.00", "× 1.00", "× 2.00", "", ""],
+    ]
+    with pytest.raises(bench.UserError, match="the record holds no row 'hc'"):
+        bench.readme_table(results, ["hc"])

@@ -4,7 +4,7 @@ Speed and memory on this machine's CPU, each figure beside its limit:
     python -m tools.bench                                 # every section, some hours on 2 cores
     python -m tools.bench modes generate                  # some sections
     python -m tools.bench modes --rows=baseline,mudd      # some rows, which join those of the record
-    python -m tools.bench tables --out_dir=results/bench  # nothing new: tables and picture of a record again
+    python -m tools.bench tables --out_dir=results/bench  # nothing new: a record's tables again; --rows: a short one
     python -m tools.bench against ../other_clone          # the same steps by two clones of this project in turn
 
 The limit of a step is its FLOPs (model.flops_per_token, three times that for training) at the rate of a 2048³ float32
@@ -376,6 +376,25 @@ def modes_summary(results):
     return markdown_table(header, rows)
 
 
+def readme_table(results, rows):
+    """A few rows of `modes`: the baseline's figures, and the others' as multiples of them."""
+    header = ["", "training step", "peak memory", "evaluation step", "checkpointed: training step", "peak memory"]
+    base_train, base_eval = results["baseline, train, eager"], results["baseline, eval, eager"]
+    figures = [f"{base_train['seconds']:.2f} s", f"{base_train['peak_bytes'] / 1e9:.2f} GB"]
+    lines = [["baseline", *figures, f"{base_eval['seconds']:.2f} s", "", ""]]
+    for row in rows:
+        refuse(f"{row}, train, eager" not in results, f"the record holds no row {row!r}")
+        train, evaluate = results[f"{row}, train, eager"], results[f"{row}, eval, eager"]
+        checkpointed = results.get(f"{row}, train, checkpointed")
+        time, memory = relative_time(train, base_train), train["peak_bytes"] / base_train["peak_bytes"]
+        line = [row, f"× {time:.2f}", f"× {memory:.2f}", f"× {relative_time(evaluate, base_eval):.2f}", "", ""]
+        if checkpointed:
+            memory = checkpointed["peak_bytes"] / base_train["peak_bytes"]
+            line[4:] = [f"× {time * checkpointed['times_plain']:.2f}", f"× {memory:.2f}"]
+        lines.append(line)
+    return markdown_table(header, lines)
+
+
 def modes_table(results):
     return f"{modes_summary(results)}\n\n{step_table(results)}"
 
@@ -686,7 +705,10 @@ def main():
     folder = Path(s.out_dir)
     record = folder / "bench.json"
     if names == ["tables"]:
-        write_record(folder, read_json(record))
+        results = read_json(record)
+        write_record(folder, results)
+        if s.rows:
+            print(readme_table(results["modes"]["measured"], [row for row in rows if row != "baseline"]))
         return
     for name in names:
         known = f"{', '.join(SECTIONS)}, tables, or against FOLDER"
