@@ -1,0 +1,1 @@
+"""The comparison: `python -m tools.compare --help`."""

@@ -1,0 +1,244 @@
+"""
+What the records say: differences, intervals, p-values, worth. Pure functions over records, which are dicts as
+records.py describes them.
+"""
+
+import math
+import statistics
+from collections import Counter
+
+import numpy as np
+from scipy.interpolate import PchipInterpolator
+from scipy.optimize import brentq
+from scipy.stats import t as student
+
+from tools.compare.rows import CONTROLS, control_of, length_of_baseline, place, row_of_same_step
+
+CONFIDENCE = 0.95
+
+
+# --- which records belong together ------------------------------------------------------------------------------------
+
+
+def kind(record):
+    """
+    What records of one mean share: the code that can change a loss, the device's type and the number format. Those of
+    before say no machine, and their hash was one of comments, too: unknown, which mixes with unknown only.
+    """
+    machine = record.get("machine")
+    return (record["code"], machine["device"], machine["dtype"]) if machine else ("unknown",) * 3
+
+
+def one_kind(records):
+    """The records of the kind that most are of, at a tie of the newest, and lines that name the others."""
+    counts = Counter(map(kind, records))
+    newest = {kind(record): record.get("date", "") for record in sorted(records, key=lambda r: r.get("date", ""))}
+    main = max(counts, key=lambda one: (counts[one], newest[one]))
+    lines = []
+    for other in (other for other in counts if other != main):
+        names = [record_name(record) for record in records if kind(record) == other]
+        commits = sorted({str(record.get("commit")) for record in records if kind(record) == other})
+        what = [
+            f"{name} {theirs[:12]} instead of {ours[:12]}"
+            for name, theirs, ours in zip(("code", "device", "dtype"), other, main, strict=True)
+            if theirs != ours
+        ]
+        lines.append(f"Not in the means: {', '.join(names)}: {', '.join(what)} (commit {', '.join(commits)})")
+    return [record for record in records if kind(record) == main], lines
+
+
+def record_name(record):
+    return f"{record['row']}-seed{record['seed']}"
+
+
+# --- statistics -------------------------------------------------------------------------------------------------------
+
+
+def mean_sd(values):
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+
+
+def estimate(values):
+    """Mean, its standard error, and half the width of its 95 % interval by Student's t; None for one value."""
+    mean, sd = mean_sd(values)
+    error = half = None
+    if sd is not None:
+        error = sd / math.sqrt(len(values))
+        half = error * float(student.ppf((1 + CONFIDENCE) / 2, len(values) - 1))
+    return {
+        "mean": mean,
+        "error": error,
+        "half": half,
+        "pairs": len(values),
+        "noise": half is None or abs(mean) <= half,
+    }
+
+
+def difference(records, others, key="loss"):
+    """Of two rows, paired by seed: an estimate, or None without a pair. Noise: the interval holds 0, or one pair."""
+    theirs = {record["seed"]: record[key] for record in others}
+    pairs = [record[key] - theirs[record["seed"]] for record in records if record["seed"] in theirs]
+    return estimate(pairs) if pairs else None
+
+
+def p_value(entry):
+    """Of a difference: the paired t-test's, two-sided; None for one pair."""
+    if entry["error"] is None:
+        return None
+    if entry["error"] == 0:
+        return 1.0 if entry["mean"] == 0 else 0.0
+    return float(2 * student.sf(abs(entry["mean"] / entry["error"]), entry["pairs"] - 1))
+
+
+def holm(p_values):
+    """Holm's adjusted p-values, in the same order: below 0.05 holds although so many were tested."""
+    adjusted, highest = [0.0] * len(p_values), 0.0
+    for rank, n in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[n]))
+        adjusted[n] = highest
+    return adjusted
+
+
+def contrasts(groups, names):
+    """The contrasts (row, against) named beforehand whose rows have pairs, with p-values and Holm's of all of them."""
+    entries = []
+    for row, against in names:
+        entry = difference(groups.get(row, []), groups.get(against, []))
+        if entry and entry["pairs"] > 1:
+            entries.append({"row": row, "against": against, "difference": entry, "p": p_value(entry)})
+    for entry, adjusted in zip(entries, holm([entry["p"] for entry in entries]), strict=True):
+        entry["holm"] = adjusted
+    return entries
+
+
+# --- worth ------------------------------------------------------------------------------------------------------------
+
+
+def reach(points, loss):
+    """
+    What the baseline must spend to reach a loss, and where that lies: "inside" of what was measured, or at its end,
+    "cheaper" or "dearer" than that. points: (cost, loss) of the baseline's lengths. Interpolated monotonically over
+    the logarithm of the cost; a length that is no better than a shorter one is left out.
+    """
+    frontier = []
+    for cost, reached in sorted(points):
+        if not frontier or reached < frontier[-1][1]:
+            frontier.append((cost, reached))
+    costs, losses = np.log([cost for cost, _ in frontier]), [reached for _, reached in frontier]
+    if loss > losses[0]:
+        return frontier[0][0], "cheaper"
+    if loss < losses[-1]:
+        return frontier[-1][0], "dearer"
+    if loss in losses:
+        return frontier[losses.index(loss)][0], "inside"
+    curve = PchipInterpolator(costs, losses)
+    return math.exp(brentq(lambda cost: curve(cost) - loss, costs[0], costs[-1])), "inside"
+
+
+def worth(records, lengths, cost):
+    """
+    What the baseline must spend to reach a row's loss, divided by what the row spent, per seed: above 1 it pays.
+    lengths: the baseline's records of all its lengths; cost: of a record. The geometric mean with its 95 % interval;
+    where a seed lies outside of the measured lengths a bound instead, which holds for the mean as well.
+    """
+    ratios, sides = [], []
+    for record in records:
+        points = [(cost(other), other["loss"]) for other in lengths if other["seed"] == record["seed"]]
+        if len(points) < 2 or None in (cost(record), *(spent for spent, _ in points)):
+            continue
+        needed, side = reach(points, record["loss"])
+        ratios.append(math.log(needed / cost(record)))
+        sides.append(side)
+    if not ratios:
+        return None
+    outside = {side for side in sides if side != "inside"}
+    entry = {"mean": math.exp(statistics.fmean(ratios)), "low": None, "high": None, "seeds": len(ratios)}
+    entry["bound"] = {(): None, ("dearer",): "above", ("cheaper",): "below"}.get(tuple(outside), "both")
+    entry["outside"] = sum(side != "inside" for side in sides)
+    if not outside and len(ratios) > 1:
+        half = estimate(ratios)["half"]
+        entry |= {"low": entry["mean"] * math.exp(-half), "high": entry["mean"] * math.exp(half)}
+    return entry
+
+
+# --- the table's entries ----------------------------------------------------------------------------------------------
+
+
+def by_row(records):
+    """{row: its records, by seed}, in the order of a table."""
+    groups = {row: [] for row in sorted({record["row"] for record in records}, key=place)}
+    for record in sorted(records, key=lambda record: record["seed"]):
+        groups[record["row"]].append(record)
+    return groups
+
+
+def bits_per_byte(record):
+    """Of the validation text; every token but the first is predicted."""
+    data = record["data"]
+    return record["loss"] * (data["val_tokens"] - 1) / math.log(2) / data["val_bytes"]
+
+
+def training_flops(record):
+    return record["curve"]["flops"][-1]
+
+
+def speed_of(record, speeds):
+    """The row's measured speed, if it is one of this model: a baseline of another length steps as the baseline."""
+    speed, settings = speeds.get(row_of_same_step(record["row"])), record["settings"]
+    others = {"seed", "epochs", "max_steps", "eval_every", "dtype", "learning_rate"}  # which change no step
+    if not speed or any(speed["settings"].get(key, settings[key]) != settings[key] for key in settings.keys() - others):
+        return dict.fromkeys(("tokens_per_second", "relative", "memory", "threads"))
+    return speed
+
+
+def seconds_by_speed(speeds):
+    """A function of a record: its seconds if it ran alone, at its speed relative to the baseline's of one day."""
+    base = speeds.get("baseline", {}).get("tokens_per_second")
+
+    def seconds(record):
+        relative = speed_of(record, speeds)["relative"]
+        return base and relative and record["curve"]["tokens"][-1] / (base * relative)
+
+    return seconds
+
+
+def summarize(records, speeds):
+    """One entry per row, in the records' order; what is relative is so to the baseline."""
+    groups = by_row(records)
+    baselines = groups.get("baseline", [])
+    base = baselines[0] if baselines else None
+    lengths = [record for row, group in groups.items() if length_of_baseline(row) is not None for record in group]
+    seconds = seconds_by_speed(speeds)
+    summary = []
+    for row, group in groups.items():
+        one, speed = group[0], speed_of(group[0], speeds)
+        loss = mean_sd([record["loss"] for record in group])
+        controls = {control: groups.get(control_of(control, row)) for control in CONTROLS}
+        summary.append(
+            {
+                "row": row,
+                "seeds": sorted(record["seed"] for record in group),
+                "learning_rate": one["settings"]["learning_rate"],
+                "n_layer": one["settings"]["n_layer"],
+                "loops": one["settings"].get("loops", 1),
+                "tokens": one["curve"]["tokens"][-1],
+                "parameters": one["parameters"],
+                "relative_flops": base and one["flops_per_token"] / base["flops_per_token"],
+                "relative_training_flops": base and training_flops(one) / training_flops(base),
+                "tokens_per_second": speed["tokens_per_second"],
+                "relative_speed": speed["relative"],
+                "memory": speed["memory"],
+                "threads": speed["threads"],
+                "loss": loss,
+                "best_loss": mean_sd([record["best_loss"] for record in group]),
+                "perplexity": math.exp(loss[0]),
+                "bits_per_byte": statistics.fmean(map(bits_per_byte, group)),
+                "accuracy": mean_sd([record["accuracy"] for record in group]),
+                "difference": difference(group, baselines) if row != "baseline" else None,
+                "best_difference": difference(group, baselines, "best_loss") if row != "baseline" else None,
+                "against": {control: difference(group, others) for control, others in controls.items() if others},
+                "worth_flops": None if group[0] in lengths else worth(group, lengths, training_flops),
+                "worth_time": None if group[0] in lengths else worth(group, lengths, seconds),
+            }
+        )
+    return summary

@@ -1,0 +1,76 @@
+"""Pictures of the records, each as PNG and, for a paper, as SVG."""
+
+import numpy as np
+
+from lib.plots import notes_weights, plot_depth_mixing, plot_frontier, plot_losses, plot_weights, weight_square
+from tools.compare.analysis import by_row, seconds_by_speed, training_flops
+from tools.compare.rows import parse
+
+PICTURES = {
+    "loss_tokens": "validation loss against tokens",
+    "loss_flops": "validation loss against training FLOPs",
+    "loss_time": "validation loss against time",
+    "frontier_flops": "last validation loss against training FLOPs",
+    "frontier_time": "last validation loss against time",
+    "weights": "learned weights in per cent",
+    "depth_mixing": "depth mixing: with which factor each output stands in what is read",
+}
+
+
+def plot_all(records, speeds, folder):
+    groups, seconds = by_row(records), seconds_by_speed(speeds)
+
+    def curves(name, key, label, rows=tuple(groups), per_unit=lambda record: 1.0):
+        lines = []
+        for row in rows:
+            x = np.mean([record["curve"][key] for record in groups[row]], axis=0) / per_unit(groups[row][0])
+            lines.append((row, row, x, [record["curve"]["loss"] for record in groups[row]]))
+        plot_losses(lines, label, folder / f"{name}.png", svg=True)
+
+    def frontier(name, label, cost):
+        points = [(row, row, cost(group[0]), [record["loss"] for record in group]) for row, group in groups.items()]
+        plot_frontier(points, label, folder / f"{name}.png", svg=True)
+
+    tokens = groups.get("baseline", records)[0]["curve"]["tokens"][-1]
+    same = [row for row, group in groups.items() if group[0]["curve"]["tokens"][-1] == tokens]
+    curves("loss_tokens", "tokens", "tokens", same)
+    curves("loss_flops", "flops", "training FLOPs")
+    frontier("frontier_flops", "training FLOPs", training_flops)
+    if all(seconds(group[0]) for group in groups.values()):
+        label = "minutes of training at the speed measured one run at a time"
+        curves("loss_time", "tokens", label, per_unit=lambda r: 60 * r["curve"]["tokens"][-1] / seconds(r))
+        frontier("frontier_time", label, lambda record: seconds(record) / 60)
+    else:  # a busy machine's clock says little
+        curves("loss_time", "seconds", "minutes of training, as it ran", per_unit=lambda record: 60)
+    for name, panels_of, plot in (
+        ("weights", weight_panels, plot_weights),
+        ("depth_mixing", mixing_panels, plot_depth_mixing),
+    ):
+        panels = [panel for row, group in groups.items() for panel in panels_of(row, group)]
+        if panels:
+            plot(panels, folder / f"{name}.png", svg=True)
+
+
+def weight_panels(row, group):
+    """The mean over seeds of the weights under a softmax; beside a repetition of the notes' run those of the notes."""
+    squares = [
+        weight_square([layer["weights"] and layer["weights"]["raw"] for layer in record["weights"]])
+        for record in group
+        if isinstance(record["weights"], list)
+    ]
+    if not squares:
+        return []
+    panels = [(f"{row}, %, mean of {len(squares)}" if len(squares) > 1 else f"{row}, %", np.mean(squares, axis=0))]
+    model = [group[0]["settings"][key] for key in ("residual_mode", "recompute", "n_layer", "n_embd")]
+    if model == ["method3_2", False, 12, 768] and "wikitext" in group[0]["data"]["source"].lower():
+        panels.append(("the notes' run, %", notes_weights()))
+    return panels
+
+
+def mixing_panels(row, group):
+    """The mean over seeds; the baseline's and its controls' would say nothing."""
+    mixings = [record["depth_mixing"] for record in group if record.get("depth_mixing")]
+    if not mixings or parse(row).control or parse(row).mode == "baseline":
+        return []
+    matrix = np.mean([mixing["matrix"] for mixing in mixings], axis=0)
+    return [(f"{row}, mean of {len(mixings)}" if len(mixings) > 1 else row, mixings[0] | {"matrix": matrix})]

@@ -1,0 +1,237 @@
+"""What the records say, for people: the tables of README.md and of the terminal, and results.csv."""
+
+import csv
+import io
+
+from lib.files import write_whole
+from lib.plots import markdown_table
+from tools.compare.rows import parse
+from tools.compare.tuning import best_rate
+
+TERMINAL_WIDTH = 120
+
+
+# --- cells ------------------------------------------------------------------------------------------------------------
+
+
+def show(value, form, half=None):
+    if value is None:
+        return "–"
+    return format(value, form) + ("" if half is None else f" ± {half:.4f}")
+
+
+def show_difference(entry):
+    return "–" if entry is None else "≈ " * entry["noise"] + show(entry["mean"], "+.4f", entry["half"])
+
+
+def show_worth(entry):
+    if entry is None:
+        return "–"
+    if entry["bound"]:
+        sign = {"above": "> ", "below": "< ", "both": "? "}[entry["bound"]]
+        return f"{sign}{entry['mean']:.2f} ({entry['outside']} of {entry['seeds']} outside)"
+    interval = f" [{entry['low']:.2f}, {entry['high']:.2f}]" if entry["low"] is not None else ""
+    return f"{entry['mean']:.2f}{interval}"
+
+
+def row_cell(entry):
+    control = parse(entry["row"]).control
+    size = {"deeper": f" ({entry['n_layer']} layers)", "looped": f" ({entry['loops']} loops)"}
+    return entry["row"] + size.get(control, "")
+
+
+COLUMNS = {
+    "row": row_cell,
+    "rate": lambda e: f"{e['learning_rate']:g}",
+    "seeds": lambda e: str(len(e["seeds"])),
+    "parameters": lambda e: f"{e['parameters']:,}",
+    "FLOPs/token": lambda e: show(e["relative_flops"], ".2f"),
+    "training FLOPs": lambda e: show(e["relative_training_flops"], ".2f"),
+    "tokens/s": lambda e: show(e["relative_speed"], ".2f"),
+    "peak MB": lambda e: show(e["memory"] and e["memory"] / 2**20, ",.0f"),
+    "loss": lambda e: show(e["loss"][0], ".4f", e["loss"][1]),
+    "best loss": lambda e: show(e["best_loss"][0], ".4f", e["best_loss"][1]),
+    "bits/byte": lambda e: show(e["bits_per_byte"], ".4f"),
+    "perplexity": lambda e: show(e["perplexity"], ".3f"),
+    "accuracy": lambda e: show(e["accuracy"][0], ".4f"),
+    "Δ loss": lambda e: show_difference(e["difference"]),
+    "Δ best loss": lambda e: show_difference(e["best_difference"]),
+    "Δ to longer": lambda e: show_difference(e["against"].get("longer")),
+    "Δ to deeper": lambda e: show_difference(e["against"].get("deeper")),
+    "Δ to looped": lambda e: show_difference(e["against"].get("looped")),
+    "worth, FLOPs": lambda e: show_worth(e["worth_flops"]),
+    "worth, time": lambda e: show_worth(e["worth_time"]),
+}
+OPTIONAL = ("Δ to longer", "Δ to deeper", "Δ to looped", "worth, FLOPs", "worth, time")  # left out where all are empty
+# what the terminal shows first; as much as fits
+BY_IMPORTANCE = [
+    "row",
+    "loss",
+    "Δ loss",
+    "rate",
+    "FLOPs/token",
+    "worth, FLOPs",
+    "tokens/s",
+    "parameters",
+    "worth, time",
+]
+BY_IMPORTANCE += ["Δ to looped", "bits/byte"]
+
+
+def full_table(summary):
+    """Header and rows of cells."""
+    columns = {name: [cell(entry) for entry in summary] for name, cell in COLUMNS.items()}
+    kept = [name for name in columns if name not in OPTIONAL or set(columns[name]) != {"–"}]
+    return kept, [list(row) for row in zip(*(columns[name] for name in kept), strict=True)]
+
+
+def terminal_table(header, rows):
+    """The most important columns of the full table, as many as fit beside each other."""
+    order = [name for name in BY_IMPORTANCE if name in header]
+    chosen, width = [], 1
+    for name in order:
+        column = header.index(name)
+        needed = max(len(cell) for cell in [name, *(row[column] for row in rows)]) + 3
+        if width + needed <= TERMINAL_WIDTH or not chosen:
+            chosen.append(column)
+            width += needed
+    chosen.sort()
+    return markdown_table([header[i] for i in chosen], [[row[i] for i in chosen] for row in rows])
+
+
+def write_csv(path, summary):
+    """The same numbers, unrounded: one line per row, an estimate as several columns."""
+    lines = [flat(entry) for entry in summary]
+    names = list(dict.fromkeys(name for line in lines for name in line))
+    text = io.StringIO()
+    table = csv.DictWriter(text, names, lineterminator="\n")
+    table.writeheader()
+    table.writerows(lines)
+    write_whole(path, text.getvalue().encode())
+
+
+def flat(value, name=""):
+    """{"loss": [1, 2]} as {"loss mean": 1, "loss sd": 2}, and so on."""
+    if value is None:
+        return {}
+    if name == "seeds":
+        return {name: " ".join(map(str, value))}
+    if isinstance(value, tuple):
+        value = dict(zip(("mean", "sd"), value, strict=True))
+    if not isinstance(value, dict):
+        return {name: value}
+    return {full: cell for key, part in value.items() for full, cell in flat(part, f"{name} {key}".strip()).items()}
+
+
+# --- README.md --------------------------------------------------------------------------------------------------------
+
+
+def contrast_table(contrasts):
+    rows = [
+        [
+            entry["row"],
+            entry["against"],
+            str(entry["difference"]["pairs"]),
+            show_difference(entry["difference"]),
+            f"{entry['p']:.2g}",
+            f"{entry['holm']:.2g}",
+        ]
+        for entry in contrasts
+    ]
+    return markdown_table(["row", "against", "seeds", "Δ loss", "p", "p, Holm"], rows)
+
+
+def rate_table(losses, diverged):
+    """The rates that were tried, the best of each row in bold."""
+    rates = sorted({rate for tried in losses.values() for rate in tried})
+    rows = []
+    for row, tried in losses.items():
+        cells = {rate: f"{loss:.4f}" for rate, loss in tried.items()}
+        best = best_rate(tried)
+        cells |= {best: f"**{cells[best]}**"} | dict.fromkeys(diverged.get(row, {}), "diverged")
+        rows.append([row, *(cells.get(rate, "") for rate in rates)])
+    return markdown_table(["row", *(f"{rate:g}" for rate in rates)], rows)
+
+
+def machines_text(records):
+    """What the runs were made on and with."""
+    machines = [record["machine"] for record in records if record.get("machine")]
+    if not machines:
+        return "The records are of before they said on what they were made."
+    dates = sorted(record["date"][:10] for record in records)
+    parts = [
+        together(f"{m['processor']} ({m['device']}, {m['dtype']})" for m in machines),
+        f"torch {together(m['torch'] for m in machines)}",
+        f"{sum(bool(m['compile']) for m in machines)} of {len(machines)} runs compiled",
+        f"code {together(record['code'][:12] for record in records)}",
+        f"commit {together(str(record.get('commit'))[:12] for record in records)}",
+        " to ".join(dict.fromkeys([dates[0], dates[-1]])),
+    ]
+    return f"Made on {'; '.join(parts)}."
+
+
+def together(words):
+    return ", ".join(sorted(set(words)))
+
+
+COLUMNS_TEXT = """\
+Losses are validation losses in nats, last and best of a run: mean ± standard deviation over seeds. Bits per byte and \
+accuracy are means of the last, perplexity is exp of the mean loss. FLOPs/token (forward), training FLOPs and tokens/s \
+are relative to the baseline; tokens/s and the process's peak memory are {measured}. Δ is the difference to the \
+baseline, or to the control that costs what the row costs, paired by seed (the same data in the same order) ± half of \
+its 95 % interval by Student's t; ≈ marks noise: the interval holds zero, or there is a single seed.
+"""
+WORTH_TEXT = """
+Worth is what the baseline would have to spend to reach a row's loss, divided by what the row spent: above 1 it pays. \
+It comes from the baseline's own lengths (`baseline-x2` has twice the steps), interpolated monotonically over the \
+logarithm of FLOPs or of time, per seed: geometric mean and 95 % interval; > and < are bounds where seeds lie outside \
+of the measured lengths.
+"""
+RATES_TEXT = """
+Validation losses of one run each with seed 0, which is in no other table; a row that is not here takes the rate of \
+the one whose variant it is.
+"""
+
+
+def about_text(summary, records):
+    """Model, data and machine in a few lines."""
+    one = next((r for r in records if parse(r["row"]).control is None), records[0])["settings"]
+    data, rates = records[0]["data"], {entry["learning_rate"] for entry in summary}
+    parts = [
+        f"{one['n_layer']} layers × {one['n_embd']}, {one['n_head']} heads, length {one['block_size']}",
+        f"{summary[0]['tokens']:,} tokens per run of {summary[0]['row']} in batches of {one['batch_tokens']:,}",
+        f"learning rate {one['learning_rate']:g}" if len(rates) == 1 else "learning rates tuned for each row",
+        f"data: {data['source']}, {data['train_tokens']:,} tokens",
+        f"seeds {', '.join(map(str, sorted({record['seed'] for record in records})))}",
+    ]
+    return f"{'; '.join(parts)}. {machines_text(records)}"
+
+
+def readme_text(name, results, records, tuning, pictures):
+    """results: what results.json holds; tuning: losses and divergences; pictures: {name: what it shows}."""
+    summary, contrasts = results["rows"], results["contrasts"]
+    threads = sorted({entry["threads"] for entry in summary if entry["threads"]})
+    measured = f"measured one run at a time with {' and '.join(map(str, threads))} threads (`--measure=True`)"
+    text = f"# {name}\n\n{markdown_table(*full_table(summary))}\n\n{about_text(summary, records)} Made by\n\n"
+    text += "".join(f"    {command}\n" for command in results["commands"]) + "\n"
+    text += COLUMNS_TEXT.format(measured=measured if threads else "missing: `--measure=True` fills them in")
+    if any(entry["worth_flops"] for entry in summary):
+        text += WORTH_TEXT
+    for entry in summary:
+        if entry["row"] == "baseline" and entry["loss"][1] is not None:
+            seeds, deviation = len(entry["seeds"]), entry["loss"][1]
+            text += (
+                f"\nNoise floor: the baseline's standard deviation over its {seeds} seeds is {deviation:.4f} nats.\n"
+            )
+    if contrasts:
+        text += f"\n## Contrasts named beforehand\n\n{contrast_table(contrasts)}\n\n"
+        text += f"Paired t-tests, two-sided; Holm's p allows for all {len(contrasts)} of them.\n"
+    if tuning[0]:
+        text += f"\n## Learning rates\n\n{rate_table(*tuning)}\n{RATES_TEXT}"
+    if pictures:
+        text += "\n## Pictures\n\n" + "".join(f"![{words}]({picture}.png)\n" for picture, words in pictures.items())
+    failed = [f"{run}: {words}" for run, words in results["failed"].items()]
+    for title, items in {"Left out": results["left_out"], "Failed": failed}.items():
+        if items:
+            text += f"\n## {title}\n\n" + "".join(f"- {item}\n" for item in items)
+    return text
