@@ -183,7 +183,8 @@ class Trainer:
         """Train up to the last step of this call, or until a signal asks for an end."""
         s, t, plan, folder = self.s, self.t, self.plan, self.folder
         with self.machine.progress("step", plan.steps, done=t.step) as bar:
-            self.evaluate_if_due()  # a signal may have cut the one of this step short
+            if self.evaluate_if_due():  # a signal had cut the one of this step short
+                folder.save(t)
             while t.step < plan.last_step and not self.stopping:
                 started = time.perf_counter()
                 loss, grad_norm, layers = self.train_step()
@@ -243,13 +244,15 @@ class Trainer:
         t, folder = self.t, self.folder
         due = t.step % self.s.eval_every == 0 or t.step == self.plan.steps
         results = self.evaluate(self.s.eval_tokens) if due and t.step > folder.evaluated_step else None
-        if results:
-            if results["eval_loss"] < t.best_loss:
-                t.best_loss = results["eval_loss"]
-                folder.save_best(t)
-            folder.log(self.place() | {"seconds": t.seconds} | results)
-            folder.evaluated_step = t.step
-            folder.say(f"step {t.step}: validation loss {results['eval_loss']:.4f}")
+        if not results:
+            return False
+        if results["eval_loss"] < t.best_loss:
+            t.best_loss = results["eval_loss"]
+            folder.save_best(t)
+        folder.log(self.place() | {"seconds": t.seconds} | results)
+        folder.evaluated_step = t.step
+        folder.say(f"step {t.step}: validation loss {results['eval_loss']:.4f}")
+        return True
 
     def evaluate(self, most_tokens=None):
         """The results, None if a signal came; what else there is to see of the model goes into its folder."""

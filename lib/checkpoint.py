@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import math
+import os
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -137,7 +138,7 @@ def read_run(path):
 def open_checkpoint(path):
     """The file for reading; whatever goes wrong with it is a UserError that says what to do."""
     path = Path(path)
-    refuse(not path.exists(), f"there is no {path}")
+    refuse(not os.path.exists(path), f"there is no {path}")
     try:
         refuse(not path.is_file(), "it is not a file")  # a pipe would never end
         with safe_open(path, framework="pt") as file:

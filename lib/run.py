@@ -83,8 +83,11 @@ class RunFolder:
 
     def times(self):
         """When each checkpoint was written: to see whether somebody else did meanwhile."""
-        paths = [self.path / name for name in (LATEST, PREVIOUS, BEST)]
-        return [path.stat().st_mtime_ns if path.exists() else None for path in paths]
+        names = LATEST, PREVIOUS, BEST
+        return [os.path.getmtime(self.path / name) if self.has(name) else None for name in names]
+
+    def has(self, name):
+        return os.path.exists(self.path / name)
 
     # --- resuming
 
@@ -96,9 +99,14 @@ class RunFolder:
         """
         resuming = s.init_from in ("resume", "resume_prev")
         path = self.path / (PREVIOUS if s.init_from == "resume_prev" else LATEST)
-        if not resuming and (s.overwrite or not path.exists()):
-            if not s.overwrite:
-                self.check_empty()
+        if s.overwrite and not resuming:
+            return None
+        old, anew = [name for name in OLD_KIND if self.has(name)], "choose another --out_dir, or --overwrite=True"
+        too_old = f"{self.path} holds a run of an older version ({', '.join(old)}), which this one does not read"
+        refuse(old and not self.has(LATEST), f"{too_old}: {anew}")
+        if not resuming and not self.has(LATEST):
+            lost = f"{self.path} has lost its {LATEST}: use --init_from=resume_prev, or --overwrite=True"
+            refuse(self.has(PREVIOUS), lost)
             return None
         checkpoint = load_checkpoint(path)
         then = Settings(*fixed, *recipe, *free)
@@ -119,17 +127,6 @@ class RunFolder:
         refuse(not checkpoint.optimizer, f"{path} holds a model alone, to sample from: it cannot be resumed")
         self.look_back(checkpoint)
         return checkpoint
-
-    def check_empty(self):
-        """Refuse to start a new run over what is left of another."""
-        old = [name for name in OLD_KIND if (self.path / name).exists()]
-        refuse(
-            old,
-            f"{self.path} holds a run of an older version ({', '.join(old)}), which this one does not read: "
-            "choose another --out_dir, or --overwrite=True",
-        )
-        lost = (self.path / PREVIOUS).exists()
-        refuse(lost, f"{self.path} has lost its {LATEST}: use --init_from=resume_prev, or --overwrite=True")
 
     def look_back(self, checkpoint):
         """What the run had logged and whether it was finished when this checkpoint was written."""
@@ -209,7 +206,7 @@ class RunFolder:
         os.fsync(self.metrics.fileno())
         new = self.path / "ckpt_new.safetensors"
         save_checkpoint(new, t.model, t.optimizer, self.describe(t))
-        if (self.path / LATEST).exists():
+        if self.has(LATEST) and self.saved_step < t.step:
             replace_with_link(self.path / PREVIOUS, self.path / LATEST)
         os.replace(new, self.path / LATEST)
         self.saved_step = t.step
@@ -255,7 +252,7 @@ class RunFolder:
         """The error that names the last good checkpoint; one of this very step holds the same bad parameters."""
         name, resume = (LATEST, "resume") if self.saved_step < step else (PREVIOUS, "resume_prev")
         advice = "there is no checkpoint before it; a lower --learning_rate may help"
-        if (self.path / name).exists():
+        if self.has(name):
             advice = f"the last good checkpoint is {self.path / name}: --init_from={resume} resumes from it"
         return UserError(f"{text}: stopped; {advice}", status=1)
 
@@ -341,9 +338,9 @@ def load_run(folder, which="best"):
     """(Checkpoint, tokenizer) of a run; both are in its folder. which: best or latest."""
     folder = Path(folder)
     names = {"best": BEST, "latest": LATEST}
-    there = [name for name, file in names.items() if (folder / file).exists()]
+    there = [name for name, file in names.items() if os.path.exists(folder / file)]
     if which not in there:
-        old = any((folder / name).exists() for name in OLD_KIND)
+        old = any(os.path.exists(folder / name) for name in OLD_KIND)
         advice = (
             "it is of an older version, whose files this one does not read" if old else "train one, or name another"
         )

@@ -7,12 +7,13 @@ import time
 import helpers
 import pytest
 import torch
-from helpers import check_error, command, good, options, run, snapshot, tiny
+from helpers import check_error, command, good, options, read_checkpoint, run, snapshot, tiny, write_checkpoint
 from test_data import byte_level, save_tokenizer
 
-from data.common import load_tokenizer
+from data.prepare import write_dataset
+from data.tokenizer import HFTokenizer, load_tokenizer
+from lib.checkpoint import load_checkpoint
 from model import GPT, GPTConfig
-from train import load_checkpoint
 
 CYCLE = "naïve café 😀 — "
 
@@ -20,8 +21,6 @@ CYCLE = "naïve café 😀 — "
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run that has learned one sentence by heart, so that its text is known; its dataset is gone."""
-    from data.common import write_dataset
-
     folder = tmp_path_factory.mktemp("sample")
     texts = [CYCLE * 40] * 20
     write_dataset(folder / "data", {"train": texts, "val": texts[:1]}, load_tokenizer("bytes", None), source="a test")
@@ -33,7 +32,7 @@ def trained(tmp_path_factory):
 
 
 def sample(out_dir, **settings):
-    return run("sample.py", *options(out_dir=out_dir, device="cpu", **settings))
+    return run("sample.py", out_dir, *options(device="cpu", **settings))
 
 
 def text_of(process):
@@ -64,6 +63,22 @@ def test_text_is_shown_as_it_is_made(trained):
     assert stderr.startswith("40 tokens, ") and stderr.endswith(" tokens/s\n") and stderr.count("\n") == 1
 
 
+def test_the_folder_stands_first_or_behind_out_dir(trained, tmp_path):
+    args = options(device="cpu", max_new_tokens=6, temperature=0)
+    text = good("sample.py", trained, *args)
+    assert text == good("sample.py", f"--out_dir={trained}", *args) == good("sample.py", *args, trained)
+    check_error(run("sample.py", trained, tmp_path), "one run at a time, not 2")
+    for more in (f"--out_dir={trained}", "--init_from=gpt2"):
+        check_error(run("sample.py", trained, more), "name the model once")
+    check_error(run("sample.py", tmp_path / "typo"), "no best.safetensors of a run in", tmp_path / "typo")
+
+
+def test_a_clock_that_stands_still(trained):
+    stopped = "import time; time.time = time.perf_counter = lambda: 5.0"
+    process = run("sample.py", trained, *options(device="cpu", max_new_tokens=3), before=stopped)
+    assert process.status == 0 and "inf" not in process.stderr
+
+
 def test_options(trained):
     text = text_of(
         sample(trained, num_samples=3, max_new_tokens=12, temperature=20.0, start="caf", top_k=None, stop=False)
@@ -71,7 +86,7 @@ def test_options(trained):
     samples = text.removesuffix("\n").split("\n---------------\n")
     assert len(samples) == 3 and len(set(samples)) > 1 and all(s.startswith("caf") for s in samples)
     greedy = text_of(sample(trained, max_new_tokens=12, temperature=0))
-    for settings in ({"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-6}):  # one token is left to draw from
+    for settings in ({"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-6}):  # one token is left to sample from
         assert text_of(sample(trained, max_new_tokens=12, **{"temperature": 1.5} | settings)) == greedy
     free = {"temperature": 50.0, "top_k": None, "max_new_tokens": 40, "stop": False}
     assert text_of(sample(trained, seed=1, **free)) == text_of(sample(trained, seed=1, **free))
@@ -89,19 +104,18 @@ def test_the_end_of_a_document(trained):
 
 def test_best_or_latest(trained, tmp_path):
     shutil.copytree(trained, tmp_path / "run")
-    content = torch.load(tmp_path / "run/ckpt.pt", weights_only=True)
-    for name, tensor in content["model"].items():
-        if name == "lm_head.weight":
-            tensor[ord("x")] = tensor[:256].abs().max() * 1e3 * tensor[ord("a")].sign()
-            tensor[ord("x") + 1] = -tensor[ord("x")]
-    torch.save(content, tmp_path / "run/ckpt.pt")
+    tensors, about = read_checkpoint(tmp_path / "run/ckpt.safetensors")
+    head = tensors["model.lm_head.weight"]
+    head[ord("x")] = head[:256].abs().max() * 1e3 * head[ord("a")].sign()
+    head[ord("x") + 1] = -head[ord("x")]
+    write_checkpoint(tmp_path / "run/ckpt.safetensors", tensors, about)
     latest = text_of(sample(tmp_path / "run", checkpoint="latest", temperature=0, max_new_tokens=10, start="n"))
     assert set(latest[1:-1]) <= {"x", "y"}
     assert text_of(sample(tmp_path / "run", temperature=0, max_new_tokens=4, start="n")) == "naïv\n"
-    (tmp_path / "run/best.pt").unlink()
-    check_error(sample(tmp_path / "run"), "no best.pt", "--checkpoint=latest")
-    (tmp_path / "run/ckpt.pt").unlink()
-    check_error(sample(tmp_path / "run"), "no best.pt", "train one")
+    (tmp_path / "run/best.safetensors").unlink()
+    check_error(sample(tmp_path / "run"), "no best.safetensors", "--checkpoint=latest")
+    (tmp_path / "run/ckpt.safetensors").unlink()
+    check_error(sample(tmp_path / "run"), "no best.safetensors", "train one")
 
 
 def test_prompts(trained, tmp_path):
@@ -151,8 +165,8 @@ def test_unreadable_prompts(trained, tmp_path):
         ({"seed": 2**64}, "seed must be less than 2^63"),
         ({"checkpoint": "last"}, "checkpoint must be best or latest, not 'last'"),
         ({"device": "abacus"}, "device abacus cannot be used"),
-        ({"out_dir": "/nowhere"}, "no best.pt of a run in /nowhere"),
-        ({"out_dir": "x" * 5000}, "no best.pt of a run"),
+        ({"out_dir": "/nowhere"}, "no best.safetensors of a run in /nowhere"),
+        ({"out_dir": "x" * 5000}, "no best.safetensors of a run"),
         ({"init_from": "/nowhere/hf"}, "/nowhere/hf"),
         ({"strat": "x"}, "unknown key 'strat': did you mean start?"),
     ],
@@ -165,8 +179,6 @@ def test_mistakes(settings, words, trained):
 
 def test_tokenizer_of_the_run(tmp_path):
     """A tokenizer.json travels with the run; the dataset may be gone. What it cannot encode is refused."""
-    from data.common import HFTokenizer, write_dataset
-
     save_tokenizer(byte_level(), tmp_path / "tokenizer")
     tokenizer = HFTokenizer(tmp_path / "tokenizer")
     write_dataset(tmp_path / "data", {"train": [CYCLE * 40], "val": [CYCLE * 9]}, tokenizer, source="a test")
@@ -193,7 +205,7 @@ def test_a_prompt_that_the_tokenizer_cannot_encode(tmp_path):
 
 @pytest.mark.parametrize("settings", [{}, {"norm": "layernorm", "position": "learned", "bias": True}])
 def test_hugging_face_folder(settings, tmp_path):
-    """The text is what the model itself generates; ids beyond the tokenizer are never drawn."""
+    """The text is what the model itself generates; ids beyond the tokenizer are never sampled."""
     if settings:
         settings |= {"activation": "gelu_tanh", "tie_weights": True, "ffn_hidden": 64}
     torch.manual_seed(0)
@@ -214,10 +226,10 @@ def test_hugging_face_folder(settings, tmp_path):
 
 def test_models_that_give_no_numbers(trained, tmp_path):
     shutil.copytree(trained, tmp_path / "run")
-    content = torch.load(tmp_path / "run/best.pt", weights_only=True)
-    content["model"]["norm_f.weight"].fill_(3e38)
-    content["model"]["lm_head.weight"].fill_(3e38)
-    torch.save(content, tmp_path / "run/best.pt")
+    tensors, about = read_checkpoint(tmp_path / "run/best.safetensors")
+    for name in ("model.norm_f.weight", "model.lm_head.weight"):
+        tensors[name].fill_(3e38)
+    write_checkpoint(tmp_path / "run/best.safetensors", tensors, about)
     check_error(sample(tmp_path / "run"), "nan or infinite logits: choose another checkpoint")
 
 
@@ -233,7 +245,7 @@ def test_the_terminal_cannot_show_it(trained):
 
 
 def test_what_a_run_holds(trained):
-    """The model of best.pt and ckpt.pt, its settings and its data's description: all that sample.py needs."""
-    checkpoint = load_checkpoint(trained / "best.pt")
-    assert checkpoint["model"].config.residual_mode == "method3_2" and checkpoint["optimizer"] == {}
-    assert checkpoint["data"]["tokenizer"] == "bytes" and checkpoint["settings"].n_embd == 32
+    """The model, its settings and its data's description: all that sample.py needs."""
+    checkpoint = load_checkpoint(trained / "best.safetensors")
+    assert checkpoint.config.residual_mode == "method3_2" and checkpoint.optimizer == {}
+    assert checkpoint.data["tokenizer"] == "bytes" and checkpoint.settings["n_embd"] == 32
