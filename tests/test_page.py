@@ -19,6 +19,8 @@ from helpers import ROOT, check_error, good, snapshot, start, tiny
 from tools import page as tool
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking".split()
+FLAGS += ["--disable-component-update", "--disable-sync"]
 HOSTILE = "</script><img src=x onerror=hacked()>\"'`\\\u2028 & <b>%{x}"
 
 
@@ -53,6 +55,44 @@ def make_run(folder, lines=None, **changes):
     mixing = {"rows": ["a0", "f0", "head"], "columns": ["e", "a0", "f0"], "matrix": [[1, 0, 0], [1, 0.5, 0], [1, 1, 2]]}
     (folder / "depth_mixing.json").write_text(json.dumps(mixing))
     return folder
+
+
+ROWS = ["baseline", "method1", "method2", "method3_1", "method3_2", "method4_1", "method4_2", "x0", "mudd", "longer"]
+
+
+def make_comparison(folder):
+    """Ten rows with three seeds each; the baseline and longer, which costs three times as much, are the frontier."""
+    (folder / "runs").mkdir(parents=True)
+    rows = []
+    for n, row in enumerate(ROWS):
+        flops, mean = 1.0 + n % 4 if row != "longer" else 3.0, 2 + n / 100 if row != "longer" else 1.5
+        for seed in (1, 2, 3):
+            loss = mean + 0.05 * (seed - 2)
+            curve = {"tokens": [640, 1280], "flops": [flops, 2 * flops], "seconds": [10, 20], "loss": [loss + 1, loss]}
+            record = {"row": row, "seed": seed, "settings": {"batch_tokens": 64}, "code": "", "parameters": 900}
+            record |= {"data": {"val_tokens": 101, "val_bytes": 200, "source": "a text"}, "curve": curve}
+            record |= {"flops_per_token": 1e4, "loss": loss, "best_loss": loss, "weights": None}
+            (folder / f"runs/{row}-seed{seed}.json").write_text(json.dumps(record))
+        numbers = {"tokens": 1280, "parameters": 900, "n_layer": 4, "loops": 1, "learning_rate": 0.004, "memory": None}
+        numbers |= {"relative_training_flops": flops, "relative_flops": flops, "relative_speed": 1 / flops}
+        numbers |= {
+            "tokens_per_second": 64 / flops,
+            "bits_per_byte": 1.5,
+            "accuracy": [0.5, 0.01],
+            "loss": [mean, 0.05],
+        }
+        difference = {"mean": mean - 2, "error": 0.0125, "half": 0.05, "pairs": 3, "noise": abs(mean - 2) < 0.05}
+        worth = {"mean": 0.5, "low": None, "high": None, "seeds": 3, "bound": "below", "outside": 1}
+        entry = {"row": row, "seeds": [1, 2, 3], "difference": difference if n else None, "worth_flops": worth}
+        rows.append(entry | numbers)
+    results = {
+        "commands": ["python -m tools.compare"],
+        "rows": rows,
+        "left_out": ["Left out: one"],
+        "failed": {"x": "y"},
+    }
+    (folder / "results.json").write_text(json.dumps(results))
+    return rows
 
 
 def append(folder, *lines):
@@ -212,33 +252,58 @@ def test_a_run_that_resumes_is_read_anew(tmp_path, how):
 
 
 def test_records_and_comparisons(tmp_path):
-    data = write(tmp_path / "page", ROOT / "results/shakespeare")
-    results = json.loads((ROOT / "results/shakespeare/results.json").read_text())
+    rows = make_comparison(tmp_path / "results/mine")
+    data = write(tmp_path / "page", tmp_path / "results")
     (comparison,) = data["comparisons"]
-    assert comparison["command"] == results["command"]
-    assert [row["row"] for row in comparison["rows"]] == [row["row"] for row in results["rows"]]
-    assert [row["loss"] for row in comparison["rows"]] == [row["loss"] for row in results["rows"]]
-    runs = by_name(data)
-    record = json.loads((ROOT / "results/shakespeare/runs/method3_2-seed2.json").read_text())
-    run = runs["method3_2-seed2"]
-    assert (run["state"], run["mode"], run["loss"]) == ("finished", "method3_2", record["loss"])
-    assert run["val"]["loss"] == record["curve"]["loss"] and run["val"]["tokens"] == record["curve"]["tokens"]
-    assert run["val"]["step"][-1] == 368 and run["val"]["bits_per_byte"][-1] == run["bits_per_byte"]
-    val = record["data"]
-    assert run["bits_per_byte"] == pytest.approx(
-        record["loss"] / math.log(2) * (val["val_tokens"] - 1) / val["val_bytes"]
-    )
+    assert comparison["command"] == "python -m tools.compare"
+    assert comparison["note"] == "Left out: one\nfailed: x: y"
+    same = "row loss accuracy bits_per_byte relative_training_flops relative_speed parameters".split()
+    assert [[row[key] for key in same] for row in comparison["rows"]] == [[row[key] for key in same] for row in rows]
+    assert comparison["rows"][1]["difference"] == [pytest.approx(0.01), 0.0125] and comparison["rows"][1]["noise"]
+    assert comparison["rows"][1]["worth_flops"] == [0.5, "below"] and comparison["rows"][1]["seeds"] == 3
+    run = by_name(data)["method3_2-seed3"]
+    assert (run["state"], run["mode"], run["dataset"], run["progress"]) == ("finished", "method3_2", "a text", 1)
+    assert run["val"]["loss"] == [pytest.approx(3.09), pytest.approx(2.09)] and run["val"]["tokens"] == [640, 1280]
+    assert run["val"]["step"] == [10, 20] and run["val"]["seconds"] == [10, 20]
+    # a loss is the mean over all tokens but the first
+    assert run["bits_per_byte"] == pytest.approx(2.09 * 100 / math.log(2) / 200) == run["val"]["bits_per_byte"][-1]
+
+
+def test_shows_the_results_of_this_repository(tmp_path):
+    data = write(tmp_path / "page", ROOT / "results")
+    runs = {run["name"]: run for run in data["runs"]}
+    for path in (ROOT / "results").glob("*/runs/*.json"):
+        record, run = json.loads(path.read_text()), runs[str(path.with_suffix(""))]
+        assert (run["state"], run["note"], run["loss"]) == ("finished", "", record["loss"])
+        assert run["val"]["loss"] == record["curve"]["loss"]
+    for path in (ROOT / "results").glob("*/results.json"):
+        (comparison,) = [one for one in data["comparisons"] if one["name"] == str(path.parent)]
+        expected = [(row["row"], row["loss"][0]) for row in json.loads(path.read_text())["rows"]]
+        assert [(row["row"], row["loss"][0]) for row in comparison["rows"]] == expected
 
 
 def test_a_finished_run_stands_for_its_record(tmp_path):
-    shutil.copytree(ROOT / "results/shakespeare/runs", tmp_path / "results/mine/runs")
+    make_comparison(tmp_path / "results/mine")
     make_run(tmp_path / "out/compare/mine/baseline-seed1")
     make_run(tmp_path / "out/compare/mine/baseline-seed2", state="stopped")
-    names = [run["name"] for run in json.loads("{" + tool.Watcher([tmp_path]).look() + "}")["runs"]]
-    assert [name for name in names if name.endswith("baseline-seed1")] == [
-        f"{tmp_path}/out/compare/mine/baseline-seed1"
-    ]
-    assert len([name for name in names if name.endswith("baseline-seed2")]) == 2
+    make_run(tmp_path / "out/compare/mine/tuning/baseline-lr0.004")
+    tuning, other = tmp_path / "results/mine/runs/tuning", tmp_path / "results/other/runs"
+    tuning.mkdir()
+    shutil.copy(tuning.parent / "baseline-seed1.json", tuning / "baseline-lr0.004.json")
+    diverged = {"row": "baseline", "seed": 0, "settings": {"learning_rate": 1.0}, "diverged": "step 7: loss nan"}
+    (tuning / "baseline-lr1.json").write_text(json.dumps(diverged))
+    other.mkdir(parents=True)
+    shutil.copy(tuning.parent / "baseline-seed1.json", other / "baseline-seed1.json")
+    runs = json.loads("{" + tool.Watcher([tmp_path]).look() + "}")["runs"]
+
+    def folders(name):
+        return sorted(os.path.dirname(run["name"]) for run in runs if run["name"].endswith("/" + name))
+
+    assert folders("baseline-seed1") == [f"{tmp_path}/out/compare/mine", f"{other}"]
+    assert folders("baseline-seed2") == [f"{tmp_path}/out/compare/mine", f"{tuning.parent}"]
+    assert folders("baseline-lr0.004") == [f"{tmp_path}/out/compare/mine/tuning"]
+    (bad,) = [run for run in runs if run["state"] == "failed"]
+    assert bad["name"].endswith("baseline-lr1") and bad["note"] == "step 7: loss nan"
 
 
 DAMAGE = [b"", b"{", b"[]", b"\xff\xfe", b"null", b'{"state": ["training"], "rows": 7}', b"[" * 100_000]
@@ -250,7 +315,7 @@ def test_a_damaged_file_is_one_row_that_says_so(tmp_path, name, content):
     folder = make_run(tmp_path / "out/run")
     make_run(tmp_path / "out/other")
     (folder / name).write_bytes(content)
-    runs = by_name(write(tmp_path / "page", tmp_path / "out"))
+    runs = look(tool.Watcher([tmp_path / "out"]))
     assert runs["other"]["state"] == "finished" and runs["other"]["note"] == ""
     if content == DAMAGE[5] and name == "eval_results.json":
         assert runs["run"]["note"] == ""  # an object without what is looked for
@@ -295,10 +360,10 @@ def test_numbers_that_are_none(tmp_path):
 
 @pytest.mark.parametrize("content", [*DAMAGE, b'{"row": "x", "curve": {"tokens": 3}}'])
 def test_damaged_records_and_results(tmp_path, content):
-    shutil.copytree(ROOT / "results/shakespeare", tmp_path / "results/mine")
+    make_comparison(tmp_path / "results/mine")
     (tmp_path / "results/mine/runs/longer-seed1.json").write_bytes(content)
     (tmp_path / "results/mine/results.json").write_bytes(content)
-    data = write(tmp_path / "page", tmp_path / "results")
+    data = json.loads("{" + tool.Watcher([tmp_path]).look() + "}")
     bad = [run for run in data["runs"] if run["state"] != "finished"]
     assert [(os.path.basename(run["name"]), run["state"]) for run in bad] == [("longer-seed1.json", "damaged")]
     assert "longer-seed1.json" in bad[0]["note"]
@@ -311,9 +376,12 @@ def test_no_run_yet_and_what_is_no_run(tmp_path):
     make_run(tmp_path / "out/pipe")
     (tmp_path / "out/pipe/metrics.jsonl").unlink()
     os.mkfifo(tmp_path / "out/pipe/metrics.jsonl")
+    make_run(tmp_path / "out/broken", ["{\n"])
+    (tmp_path / "out/broken/run.json").write_text("{")
     (tmp_path / "out/loop").symlink_to(tmp_path / "out")
     data = write(tmp_path / "page", tmp_path / "out")
-    assert list(by_name(data)) == ["pipe"] and data["comparisons"] == []
+    states = {name: run["state"] for name, run in by_name(data).items()}
+    assert states == {"pipe": "finished", "broken": "damaged"} and data["comparisons"] == []
 
 
 def test_runs_that_disappear(tmp_path, monkeypatch):
@@ -441,10 +509,8 @@ def chromium(tmp_path_factory):
         pytest.skip("no browser: install Debian's chromium, or Chrome")
     from playwright.sync_api import sync_playwright
 
-    flags = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    flags += " --disable-component-update --disable-sync"
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags.split())
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield browser
         browser.close()
 
@@ -500,13 +566,13 @@ def real_runs(tmp_path_factory):
 
 
 def test_browser_selects_sorts_filters_and_switches(visit, real_runs, tmp_path):
-    shutil.copytree(ROOT / "results/shakespeare/runs", tmp_path / "results/mine/runs")
+    make_comparison(tmp_path / "results/mine")
     write(tmp_path / "page", real_runs, tmp_path / "results")
     page = visit(tmp_path / "page/index.html")
-    assert page.locator("#runs tbody tr").count() == 2 + len(list((tmp_path / "results/mine/runs").iterdir()))
+    assert page.locator("#runs tbody tr").count() == 2 + 3 * len(ROWS)
     # filter by words and by state
-    page.fill("#filter", "method3_2 SEED2")
-    assert sorted(names(page)) == ["method3_2-fast-seed2", "method3_2-seed2", "method3_2-stored-seed2"]
+    page.fill("#filter", "method3 SEED2")
+    assert sorted(names(page)) == ["method3_1-seed2", "method3_2-seed2"]
     page.fill("#filter", str(real_runs))
     assert sorted(names(page)) == ["baseline", "method3_2"]
     page.click("#states button:has-text('finished')")
@@ -516,11 +582,11 @@ def test_browser_selects_sorts_filters_and_switches(visit, real_runs, tmp_path):
     assert "finished" in row and "100 %" in row and f"{last['eval_loss']:.4f}" in row
     # sort, up and down
     page.fill("#filter", "mine baseline")
-    losses = {f"baseline-seed{n}": record_loss(f"baseline-seed{n}") for n in (1, 2, 3)}
-    page.click("#runs th:has-text('val loss') button")
-    assert names(page) == sorted(losses, key=losses.get)
-    page.click("#runs th:has-text('val loss') button")
-    assert names(page) == sorted(losses, key=losses.get, reverse=True)
+    for _ in range(2):
+        page.click("#runs th:has-text('val loss') button")
+    assert names(page) == ["baseline-seed3", "baseline-seed2", "baseline-seed1"]
+    page.click("#runs th:has-text('run') button")
+    assert names(page) == ["baseline-seed1", "baseline-seed2", "baseline-seed3"]
     # select
     page.fill("#filter", "")
     page.click("#plot-none")
@@ -565,42 +631,35 @@ def test_browser_selects_sorts_filters_and_switches(visit, real_runs, tmp_path):
     page.click("#chips button:has-text('baseline-seed1')")
     assert set(plotted(page)) == {"baseline", "method3_2"} and page.inner_text("#warning") == ""
     page.click("#plot-all")
-    assert page.evaluate("chosen.size") == 28  # as many as there are looks
-
-
-def record_loss(name):
-    return json.loads((ROOT / f"results/shakespeare/runs/{name}.json").read_text())["loss"]
+    assert page.evaluate("chosen.size") == 21  # as many as there are looks
 
 
 def test_browser_shows_matrix_table_and_frontier(visit, real_runs, tmp_path):
-    write(tmp_path / "page", real_runs, ROOT / "results/shakespeare")
+    rows = {row["row"]: row for row in make_comparison(tmp_path / "results/mine")}
+    write(tmp_path / "page", real_runs, tmp_path / "results")
     page = visit(tmp_path / "page/index.html")
     page.select_option("#mixing select >> nth=0", str(real_runs / "method3_2"))
     shown = page.evaluate("$('mixing').querySelector('.chart').data[0].z")
     mixing = json.loads((real_runs / "method3_2/depth_mixing.json").read_text())
     for i, (ours, theirs) in enumerate(zip(shown, mixing["matrix"], strict=True)):
         assert ours[: i + 1] == theirs[: i + 1] and set(ours[i + 1 :]) <= {None}
-    results = json.loads((ROOT / "results/shakespeare/results.json").read_text())
     table = page.inner_text("#rows")
-    for row in results["rows"]:
-        mean, deviation = row["loss"]
-        assert row["row"] in table and f"{mean:.4f} ± {deviation:.4f}" in table
-    assert "≈ +0.0107 ± 0.0028" in table
+    for name, row in rows.items():
+        assert name in table and f"{row['loss'][0]:.4f} ± 0.0500" in table
+    assert "≈ +0.0100 ± 0.0125" in table and "\t+0.0600 ± 0.0125" in table and "-0.5000 ± 0.0125" in table
+    assert "< 0.50" in table and "memory" not in table  # which no row has
+    assert "Left out: one" in page.inner_text("#comparison-note")
     points = page.evaluate("$('frontier').data[1]")
-    by_row = {row["row"]: row for row in results["rows"]}
-    assert {name: (x, y) for name, x, y in zip(points["customdata"], points["x"], points["y"], strict=True)} == {
-        name: (row["relative_training_flops"], row["loss"][0]) for name, row in by_row.items()
-    }
-    frontier = page.evaluate("$('frontier').data[0].y")
-    assert frontier == [by_row["baseline"]["loss"][0], by_row["longer"]["loss"][0], by_row["longer"]["loss"][0]]
-    page.click("#cost button:text-is('time')")
-    minutes = by_row["baseline"]["tokens"] / by_row["baseline"]["tokens_per_second"] / 60
-    assert min(page.evaluate("$('frontier').data[1].x")) == pytest.approx(minutes, rel=0.02)
+    shown = {name: (x, y) for name, x, y in zip(points["customdata"], points["x"], points["y"], strict=True)}
+    assert shown == {name: (row["relative_training_flops"], row["loss"][0]) for name, row in rows.items()}
+    assert page.evaluate("[$('frontier').data[0].x, $('frontier').data[0].y]") == [[1, 3, 4], [2, 1.5, 1.5]]
+    page.click("#cost button:text-is('time')")  # the baseline's 1280 tokens at 64 per second
+    assert min(page.evaluate("$('frontier').data[1].x")) == pytest.approx(20 / 60)
 
 
 def test_browser_follows_a_run_that_is_training(visit, real_runs, tmp_path):
     shutil.copytree(real_runs, tmp_path / "out")
-    shutil.copytree(ROOT / "results/shakespeare/runs", tmp_path / "out/mine/runs")  # something to scroll
+    make_comparison(tmp_path / "out/mine")  # something to scroll
     folder = tmp_path / "out/live"
     process = start("train.py", *tiny(folder, max_steps=10**6, eval_every=100, checkpoint_every=100, epochs=10**6))
     try:
@@ -644,10 +703,10 @@ def test_browser_shows_hostile_texts_as_texts(visit, tmp_path):
     folder = make_run(tmp_path / "out" / name, **texts)
     mixing = {"rows": [HOSTILE], "columns": [HOSTILE], "matrix": [[2]]}
     (folder / "depth_mixing.json").write_text(json.dumps(mixing))
-    shutil.copytree(ROOT / "results/shakespeare", tmp_path / "out/mine")
+    make_comparison(tmp_path / "out/mine")
     results = json.loads((tmp_path / "out/mine/results.json").read_text())
-    results["rows"][-1]["row"] = results["command"] = HOSTILE  # a row on the frontier
-    results["failed"] = {HOSTILE: HOSTILE}
+    results["rows"][-1]["row"] = HOSTILE  # it is on the frontier
+    results |= {"commands": [HOSTILE], "left_out": [HOSTILE], "failed": {HOSTILE: HOSTILE}}
     (tmp_path / "out/mine/results.json").write_text(json.dumps(results))
     write(tmp_path / "page", tmp_path / "out")
     assert run_page(tmp_path / "out", f"--save={tmp_path / 'saved.html'}").status == 0
@@ -703,7 +762,8 @@ def test_browser_says_how_old_the_data_is(visit, tmp_path):
 @pytest.mark.parametrize("width", [390, 1366])
 @pytest.mark.parametrize("dark", [False, True])
 def test_browser_fits_a_phone_and_the_dark(visit, real_runs, tmp_path, width, dark):
-    write(tmp_path / "page", real_runs, ROOT / "results/shakespeare")
+    make_comparison(tmp_path / "results/mine")
+    write(tmp_path / "page", real_runs, tmp_path / "results")
     page = visit(tmp_path / "page/index.html", width=width, dark=dark)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     tops = page.evaluate("['train', 'val'].map(id => $(id).getBoundingClientRect().top)")

@@ -235,26 +235,26 @@ class File:
 
 
 class Record(File):
-    """results/NAME/runs/ROW-seedN.json: a finished run."""
+    """results/NAME/runs/ROW-seedN.json: a finished run, or one of runs/tuning that diverged."""
 
     def read(self, content):
+        entry = {"name": str(self.path.with_suffix("")), "mode": text(content["row"]), "dataset": "", "note": ""}
+        if "diverged" in content:
+            return entry | {"state": "failed", "note": text(content["diverged"])}
         data, batch_tokens = content["data"], content["settings"]["batch_tokens"]
         bits = (data["val_tokens"] - 1) / math.log(2) / data["val_bytes"]  # every token but the first is predicted
         curve = {key: [number(value) for value in content["curve"][key]] for key in ("tokens", "seconds", "loss")}
         curve["step"] = [round(tokens / batch_tokens) for tokens in curve["tokens"]]
         curve["bits_per_byte"] = [number(loss * bits) for loss in curve["loss"]]
-        return {
-            "name": str(self.path.with_suffix("")),
+        return entry | {
             "state": "finished",
-            "note": "",
-            "mode": text(content["row"]),
             "dataset": text(data["source"]),
             "parameters": number(content["parameters"]),
             "flops_per_token": number(content["flops_per_token"]),
             "progress": 1,
             "loss": number(content["loss"]),
             "best_loss": number(content["best_loss"]),
-            "bits_per_byte": number(content["loss"] * bits),
+            "bits_per_byte": number(content.get("bits_per_byte", content["loss"] * bits)),
             "val": curve,
             "mixing": depth_mixing(content["depth_mixing"]) if content.get("depth_mixing") else None,
         }
@@ -264,9 +264,11 @@ class Comparison(File):
     """results/NAME/results.json: the table."""
 
     def read(self, content):
-        failed = [text(f"{name}: {words}") for name, words in content["failed"].items()]
+        failed = [f"failed: {name}: {words}" for name, words in content["failed"].items()]
+        notes = [text(line) for line in content.get("left_out", []) + failed]
+        commands = [text(line) for line in content.get("commands") or [content["command"]]]
         rows = [self.row(row) for row in content["rows"]]
-        return {"name": str(self.path.parent), "command": text(content["command"]), "rows": rows, "failed": failed}
+        return {"name": str(self.path.parent), "note": "\n".join(notes), "command": "\n".join(commands), "rows": rows}
 
     def row(self, row):
         entry = {key: number(row.get(key)) for key in ROW_NUMBERS}
@@ -309,13 +311,19 @@ class Watcher:
             return [item for item in self.known.values() if type(item) is kind and item.entry]
 
         runs = found(Run)
-        finished = {run.path.parts[-2:] for run in runs if run.entry["state"] == "finished"}
         # of a comparison's run the folder says more than the record, once it is finished
-        runs += [one for one in found(Record) if (one.path.parent.parent.name, one.path.stem) not in finished]
+        finished = {comparison_and_name(run) for run in runs if run.entry["state"] == "finished"}
+        runs += [record for record in found(Record) if comparison_and_name(record) not in finished]
         runs, comparisons = (
             ",\n".join(item.json for item in items) for items in (sorted(runs, key=rank), found(Comparison))
         )
         return f'"runs":[{runs}],"comparisons":[{comparisons}]'
+
+
+def comparison_and_name(run):
+    """(NAME, ROW-seedN) of out/compare/NAME/ROW-seedN and of results/NAME/runs/ROW-seedN, and so in their tuning."""
+    *folders, name = Path(run.entry["name"]).parts
+    return [None, *(folder for folder in folders if folder not in ("runs", "tuning"))][-1], name
 
 
 def rank(run):
