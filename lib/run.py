@@ -32,7 +32,7 @@ LATEST, PREVIOUS, BEST = "ckpt.safetensors", "ckpt_prev.safetensors", "best.safe
 OLD_KIND = "ckpt.pt", "ckpt_prev.pt", "best.pt"  # of the first version: pickled, and no longer read
 REPORTS = "eval_results.json", "residual_weights.json", "residual_weights.txt", "residual_weights.png"
 REPORTS += "depth_mixing.json", "run.json"
-MIXED_WINDOWS = 8  # of validation tokens, for the depth-mixing matrix
+MIXED_TOKENS = 2048  # of validation, for the depth-mixing matrix
 
 
 def chief_only(method):
@@ -165,8 +165,11 @@ class RunFolder:
         stale = ["*.[0-9]*.tmp", "ckpt_new.safetensors"]  # of processes that were killed
         if t.step == 0:  # nothing of an earlier run may be taken for this one's
             stale += [LATEST, PREVIOUS, BEST, *OLD_KIND, *REPORTS, "tensorboard/events.out.tfevents.*"]
-        for path in (path for pattern in stale for path in self.path.glob(pattern)):
-            path.unlink()
+        if (self.path / "tensorboard").is_symlink():
+            stale.insert(0, "tensorboard")  # never written through
+        for pattern in stale:
+            for path in self.path.glob(pattern):
+                path.unlink()
         if s.init_from == "resume_prev":  # the one after it is given up, before a new one could push this one out
             replace_with_link(self.path / LATEST, self.path / PREVIOUS)
         for name, content in data.tokenizer.files.items():  # generation needs nothing but this folder
@@ -233,7 +236,7 @@ class RunFolder:
             for logger in self.loggers:
                 logger.log_text("residual_weights", residual_text(residual), t.step)
         with torch.compiler.set_stance("force_eager"):  # one batch is too little to compile for
-            rows = min(MIXED_WINDOWS, max(1, windows.n_full))
+            rows = max(1, min(MIXED_TOKENS // windows.block_size, windows.n_full))
             mixing = depth_mixing(t.model, windows.batch(range(rows), rows, self.machine.device)[0])
         if mixing:
             write_json(self.path / "depth_mixing.json", mixing)
@@ -312,10 +315,10 @@ def metrics_lines(folder):
     """(line, what it says) of each whole line of metrics.jsonl; the last may be torn. No file: none."""
     path = Path(folder) / "metrics.jsonl"
     with user_error_from_os(f"read {path}"):
-        content = path.read_bytes() if path.exists() else b""
-    for number, line in enumerate(content.splitlines(keepends=True), start=1):
-        if line.endswith(b"\n"):
-            yield line, parse_metrics(line, f"{path}, line {number},")
+        refuse(path.exists() and not path.is_file(), f"{path} is not a file: remove it")
+        *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    for number, line in enumerate(lines, start=1):
+        yield line + b"\n", parse_metrics(line, f"{path}, line {number},")
 
 
 def parse_metrics(line, where):
@@ -341,9 +344,7 @@ def load_run(folder, which="best"):
     there = [name for name, file in names.items() if os.path.exists(folder / file)]
     if which not in there:
         old = any(os.path.exists(folder / name) for name in OLD_KIND)
-        advice = (
-            "it is of an older version, whose files this one does not read" if old else "train one, or name another"
-        )
+        advice = "it is of an older version, whose files are no longer read" if old else "train one, or name another"
         advice = f"choose --checkpoint={there[0]}" if there else advice
         raise UserError(f"there is no {names[which]} of a run in {folder}: {advice}")
     checkpoint = load_checkpoint(folder / names[which])

@@ -99,7 +99,8 @@ def test_the_whole_command(tmp_path):
     assert [len(row) for row in mixing["matrix"]] == [7] * 7
     model = load_checkpoint(tmp_path / "run/ckpt.safetensors").model
     tokens = torch.tensor(load_tokens(dataset(), "val").astype(np.int64))
-    assert mixing == depth_mixing(model, tokens[:64].view(8, 8))
+    n = (len(tokens) - 1) // 8 * 8
+    assert n < 2048 and mixing == depth_mixing(model, tokens[:n].view(-1, 8))
 
     # the same again
     before = snapshot(tmp_path / "run")
@@ -547,6 +548,22 @@ def test_tensorboard(tmp_path):
     assert [event.step for event in events.Scalars("loss")] == [1]
 
 
+def test_wandb(tmp_path):
+    """With a package in its place: it is told the run's name and settings, and every line of metrics.jsonl."""
+    (tmp_path / "wandb.py").write_text(
+        "import json\nclass Run:\n    summary = {}\n"
+        "    def log(self, values, step):\n        assert step == values['step']\n        told.append(values)\n"
+        "    def finish(self):\n        json.dump([about, told], open(TOLD, 'w'))\n"
+        "def init(**options):\n    about.update(options)\n    return Run()\n"
+        f"about, told, TOLD = {{}}, [], '{tmp_path}/told'"
+    )
+    before = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
+    good("train.py", *tiny(tmp_path / "run", wandb_project="mine", log_layers_every=3), before=before)
+    about, told = json.loads((tmp_path / "told").read_text())
+    assert told == [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert (about["project"], about["name"], about["config"]["n_embd"]) == ("mine", "run", TINY["n_embd"])
+
+
 def test_a_missing_logger(tmp_path):
     hide = "import importlib.util; importlib.util.find_spec = lambda name: None"
     check_error(run("train.py", *tiny(tmp_path / "a", tensorboard=True), before=hide), "pip install tensorboard")
@@ -913,7 +930,7 @@ def test_a_run_of_the_old_kind(tmp_path):
     assert not list(tmp_path.glob("*.pt"))
 
 
-def test_the_lock_is_no_link(tmp_path):
+def test_links_are_not_followed(tmp_path):
     (tmp_path / "mine").write_text("precious")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/lock").symlink_to(tmp_path / "mine")
@@ -922,8 +939,12 @@ def test_the_lock_is_no_link(tmp_path):
     (tmp_path / "run/lock").hardlink_to(tmp_path / "mine")
     (tmp_path / "run/metrics.jsonl").symlink_to(tmp_path / "mine")
     (tmp_path / "run/run.json").symlink_to(tmp_path / "mine")
-    good("train.py", *tiny(tmp_path / "run"))
+    (tmp_path / "board").mkdir()
+    (tmp_path / "board/events.out.tfevents.1").write_text("precious")
+    (tmp_path / "run/tensorboard").symlink_to(tmp_path / "board")
+    good("train.py", *tiny(tmp_path / "run", tensorboard=True))
     assert (tmp_path / "mine").read_text() == "precious"
+    assert [path.read_text() for path in (tmp_path / "board").iterdir()] == ["precious"]
 
 
 def test_a_folder_that_another_run_fills_meanwhile(tmp_path):
