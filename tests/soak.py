@@ -30,6 +30,7 @@ from typing import get_args
 
 import torch
 from helpers import (
+    TINY,
     assert_same_run,
     check_error,
     command,
@@ -51,6 +52,8 @@ from data.tokenizer import load_tokenizer
 from lib.checkpoint import load_checkpoint
 from lib.errors import UserError, refuse, run_main
 from sample import SampleConfig
+from tools.compare.__main__ import CompareConfig
+from tools.report import ReportConfig
 from train import SETTINGS
 
 SECONDS, MEMORY = 10, 2 * 10**9  # for one damaged file
@@ -154,6 +157,53 @@ def kill_preparation(folder, chance):
         _, stderr = again.communicate(timeout=60)
         assert again.returncode == 0, stderr
     assert {path.name: content for path, content in snapshot(folder / "made").items()} == whole
+    return outcome
+
+
+COMPARED = {
+    "n_layer": 2,
+    "max_steps": 40,
+    "eval_every": 20,
+    "modes": "baseline,method3_2",
+    "seeds": "1",
+    "name": "soak",
+}
+NO_PICTURES = "import tools.compare.results; tools.compare.results.plot_all = lambda *_: None"
+
+
+def start_comparison(folder, jobs=1):
+    settings = TINY | {"dataset": dataset(), "out_dir": folder / "out", "results_dir": folder / "results", "jobs": jobs}
+    return start("tools.compare.__main__", *options(**settings | COMPARED), before=NO_PICTURES)
+
+
+def read_records(folder):
+    """Of each run what does not depend on the clock."""
+    records = {path.name: json.loads(path.read_text()) for path in (folder / "results/runs").iterdir()}
+    return {
+        name: [record[key] for key in ("loss", "best_loss", "accuracy", "weights", "depth_mixing", "parameters")]
+        for name, record in records.items()
+    }
+
+
+@functools.cache
+def whole_comparison():
+    """The records of a comparison, and the seconds that it takes."""
+    folder, started = new_folder(), time.monotonic()
+    process = start_comparison(folder).wait()
+    assert process.status == 0, process.stderr
+    return read_records(folder), time.monotonic() - started
+
+
+def kill_comparison(folder, chance):
+    """The same command again makes what is missing, and the same records."""
+    whole, seconds = whole_comparison()
+    process = start_comparison(folder, jobs=chance.choice((1, 2)))
+    time.sleep(seconds * chance.uniform(0.1, 0.9))
+    process.kill()
+    outcome = "killed" if process.wait().status == -9 else "ended before the kill"
+    again = start_comparison(folder).wait()
+    assert again.status == 0, again.stderr
+    assert read_records(folder) == whole
     return outcome
 
 
@@ -429,14 +479,25 @@ def random_options(chance, classes, without, most):
 
 
 def any_command_line(folder, chance):
-    """train.py or sample.py with a few random settings, most of them nonsense: it works, or one error line."""
-    if chance.random() < 0.7:
-        without = ("compile", "out_dir", "wandb_project", "sample_tokens", "stop_at")
-        args = random_options(chance, SETTINGS, without, most=3)
-        process = run("train.py", *tiny(folder / "run", max_steps=2), *args, "--stop_at=2")
-    else:
+    """A command with a few random settings, most of them nonsense: it works, or there is one error line."""
+    script = chance.choice(["train.py"] * 6 + ["sample.py"] * 2 + ["tools.report", "tools.compare.__main__"])
+    if script == "train.py":
+        args = random_options(
+            chance, SETTINGS, ("compile", "out_dir", "wandb_project", "sample_tokens", "stop_at"), most=3
+        )
+        args = [*tiny(folder / "run", max_steps=2), *args, "--stop_at=2"]
+    elif script == "sample.py":
         args = random_options(chance, (SampleConfig,), ("out_dir", "max_new_tokens"), most=2)
-        process = run("sample.py", good_runs()[0], "--max_new_tokens=9", *args)
+        args = [good_runs()[0], "--max_new_tokens=9", *args]
+    elif script == "tools.report":
+        shutil.copytree(good_runs()[0], folder / "run")
+        args = [folder / "run", *random_options(chance, (ReportConfig,), (), most=2)]
+    else:
+        args = random_options(
+            chance, (CompareConfig, *SETTINGS), ("out_dir", "results_dir", "print", "measure"), most=2
+        )
+        args = [*tiny(folder / "out"), f"--results_dir={folder}", "--modes=baseline,method3_2", *args, "--plan=True"]
+    process = run(script, *args)
     if process.status == 1:  # settings that are right and make nan
         check_error(process, "stopped", status=1)
     elif process.status:
@@ -451,6 +512,7 @@ PARTS = {
     "resume": (40, functools.partial(kill_training, kills=2)),
     "two": (30, functools.partial(kill_training, processes=2)),
     "prepare": (30, kill_preparation),
+    "compare": (20, kill_comparison),
     "checkpoints": (1200, damaged_checkpoint),
     "datasets": (600, damaged_dataset),
     "checkpoint_commands": (130, damaged_run),
