@@ -45,7 +45,8 @@ def layer_norms(model, idx):
             streams.append(x.norm(dim=-1).mean().item())
 
     model.eval()  # no dropout, and a batchnorm's statistics stay as they are
-    model.hidden(idx, watch=watch)
+    with torch.compiler.set_stance("force_eager"):  # one batch is too little to compile for
+        model.hidden(idx, watch=watch)
     model.train()
     gradients = [[p.grad for p in block.parameters() if p.grad is not None] for block in model.h]
     norms = {"grad_norm": [torch.nn.utils.get_total_norm(of).item() for of in gradients], "stream_norm": streams}

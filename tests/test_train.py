@@ -849,8 +849,8 @@ def test_a_checkpoint_of_another_shape(tmp_path):
     "env, words",
     [
         ({"RANK": "x"}, "RANK must be a whole number, not 'x'"),
-        ({"RANK": "-1"}, "RANK must be a whole number"),
         ({"WORLD_SIZE": ""}, "WORLD_SIZE must be a whole number"),
+        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE must be a whole number"),
         ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE must be a whole number"),
         ({"WORLD_SIZE": "0"}, "RANK=0 must be less than WORLD_SIZE=0"),
         ({"LOCAL_RANK": "1.5"}, "LOCAL_RANK must be a whole number"),
