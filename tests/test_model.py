@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lib import kernels
 from lib.kernels import checkpointed, linear_cross_entropy, linear_scores, rms_norm, swiglu
+from lib.mixing import depth_mixing
 from model import GPT, GPTConfig
 
 each_site = pytest.mark.parametrize("mode", ["method3_2", "method4_2"])
@@ -386,6 +387,7 @@ def test_loops(backbone):
         for m, cache in zip((model, deeper), caches, strict=True):
             close(m(idx[:, t : t + 1], cache=cache)[0], logits[:, t : t + 1])
     assert caches[0].nbytes() == caches[1].nbytes()
+    assert depth_mixing(model, idx) == depth_mixing(deeper, idx)
 
 
 def test_loops_start_as_their_depth():
@@ -603,7 +605,7 @@ BAD = [
     ({"rope_scaling": (8.0, 1.0, 4.0, "8192")}, "rope_scaling"),
     ({"rope_scaling": "8,1,4,8192"}, "rope_scaling"),
     ({"rope_scaling": (8.0, 1.0, 4.0, 8192.0), "position": "learned"}, "rope_scaling learned"),
-    ({"residual_mode": "method5"}, f"residual_mode 'method5' {' '.join(MODES)}"),
+    ({"residual_mode": "no_such"}, f"residual_mode 'no_such' {' '.join(MODES)}"),
     ({"residual_mode": "Method1"}, f"residual_mode 'Method1' {' '.join(MODES)}"),
     ({"n_layer": "4"}, "n_layer int '4'"),
     ({"n_layer": 4.0}, "n_layer int 4.0"),
