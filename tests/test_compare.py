@@ -1,32 +1,39 @@
-"""compare.py and report.py: a tiny comparison from outside, and the arithmetic of its table against values by hand."""
+"""
+tools/compare: the arithmetic of its tables against values by hand and against scipy's own tests, rows and their costs,
+and tiny comparisons through the real command.
+"""
 
 import contextlib
-import fcntl
+import csv
 import io
+import itertools
 import json
 import math
 import re
+import shlex
 import shutil
 import signal
 import statistics
 import sys
-import time
 from types import SimpleNamespace
 
 import matplotlib.image
 import numpy as np
 import pytest
-from helpers import TINY, command, dataset, options
+import scipy.stats
+from helpers import ROOT, TINY, check_error, command, dataset, options, run, start, wait_until
 
-import compare
-import report
-from compare import CompareConfig, Scale, summarize
-from configurator import UserError, configure
-from model import GPTConfig
-from train import TrainConfig, load_checkpoint
+import tools.compare.__main__ as compare
+from configurator import configure
+from lib.checkpoint import code_hash
+from lib.errors import UserError
+from lib.run import read_metrics
+from tools.compare import analysis, measure, results, rows, runs, tables, tuning
+from tools.compare.rows import parse
+from train import SETTINGS
 
 STEPS = 60
-SMALL = TINY | {"n_layer": 2, "micro_batch": 8, "max_steps": STEPS, "eval_every": 30, "checkpoint_every": 20}
+SMALL = TINY | {"n_layer": 2, "micro_batch": 8, "max_steps": STEPS, "eval_every": 30, "checkpoint_every": 10}
 ROWS, SEEDS = ["baseline", "method3_2"], [1, 2]
 NAMES = {f"{row}-seed{seed}" for row in ROWS for seed in SEEDS}
 
@@ -36,359 +43,779 @@ def arguments(folder, **settings):
     return options(**SMALL | {"modes": ",".join(ROWS), "seeds": "1,2"} | places | settings)
 
 
-def main(monkeypatch, module, *args):
+def call(monkeypatch, *args):
+    """The command's main() in this process, which saves the imports. Returns what it prints on stdout."""
     monkeypatch.setattr(sys, "argv", ["", *map(str, args)])
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest's own process keeps its handlers
-    module.main()
+    with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        compare.main()
+    return stdout.getvalue()
 
 
-def wait_for(condition, process):
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+class Forked:
+    """What start_process returns, with a train.py from the tests' server, which starts at once."""
+
+    def __init__(self, options, s, slot, log):
+        self.process, self.log = start("train.py", *options), log
+
+    def poll(self):
+        self.returncode = self.process.poll()
+        if self.returncode is not None:
+            self.log.write_text(self.process.stderr)
+        return self.returncode
+
+    def terminate(self):
+        self.process.kill(signal.SIGTERM)
+
+    def wait(self):
+        self.process.wait()
+        return self.poll()
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    for module in (runs, measure):
+        monkeypatch.setattr(module, "start_process", Forked)
+
+
+def no_pictures(monkeypatch):
+    monkeypatch.setattr(results, "plot_all", lambda *_: None)
 
 
 def count_lines(path):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def records(folder):
+def record_files(folder):
     """Every record with what would change if it were written again."""
     stats = {path.stem: path.stat() for path in (folder / "results/runs").glob("*.json")}
     return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
+# --- a comparison from outside ----------------------------------------------------------------------------------------
+
+
 @pytest.fixture(scope="module")
-def sittings(tmp_path_factory):
-    """One comparison in three sittings: stopped in the middle of its second run; one run made to fail; the rest."""
+def calls(tmp_path_factory):
+    """One comparison in four calls: killed in its second run, stopped in its third, one run made to fail, the rest."""
     folder = tmp_path_factory.mktemp("comparison")
     out = folder / "out"
     seen = SimpleNamespace(folder=folder, out=out)
-    args = ["compare.py", *arguments(folder)]
+    args = ["-m", "tools.compare", *arguments(folder)]
+    second, third = (runs.Run.is_training.__get__(SimpleNamespace(folder=out / name)) for name in sorted(NAMES)[2:0:-1])
 
     process = command(*args)
-    wait_for(lambda: count_lines(out / "method3_2-seed1/metrics.jsonl") >= 3, process)
-    process.send_signal(signal.SIGINT)
-    _, seen.stderr1 = process.communicate(timeout=60)
-    seen.status1, seen.records1 = process.returncode, records(folder)
-    seen.locks = []
-    for path in out.glob("*/lock"):
-        with open(path) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if a child still lives
-            seen.locks.append(path.parent.name)
-    seen.stopped_at = load_checkpoint(out / "method3_2-seed1/ckpt.pt")["step"]
+    wait_until(lambda: count_lines(out / "method3_2-seed1/metrics.jsonl") >= 3 or process.poll() is not None, 120)
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not second())  # the kernel has asked the child to end, and it saves first
+    seen.records1, seen.killed_at = record_files(folder), len(read_metrics(out / "method3_2-seed1"))
     seen.metrics1 = (out / "method3_2-seed1/metrics.jsonl").read_bytes()
 
+    process = command(*args)
+    wait_until(lambda: count_lines(out / "baseline-seed2/metrics.jsonl") >= 3 or process.poll() is not None, 120)
+    process.send_signal(signal.SIGINT)
+    _, seen.stderr2 = process.communicate(timeout=60)
+    seen.status2, seen.records2, seen.locked2 = process.returncode, record_files(folder), third()
+
     (out / "method3_2-seed2").write_text("in the way")
-    process = command(*args, "--jobs=2")
-    _, seen.stderr2 = process.communicate(timeout=120)
-    seen.status2, seen.records2 = process.returncode, records(folder)
-    with pytest.MonkeyPatch.context() as monkeypatch, contextlib.redirect_stdout(io.StringIO()):
-        main(monkeypatch, compare, *arguments(folder, modes="baseline"))  # nothing to do, and the failure stays known
-    seen.readme2 = (folder / "results/README.md").read_text()
+    with pytest.MonkeyPatch.context() as monkeypatch, contextlib.redirect_stderr(io.StringIO()) as stderr:
+        monkeypatch.setattr(runs, "start_process", Forked)
+        no_pictures(monkeypatch)
+        with pytest.raises(UserError) as error:
+            call(monkeypatch, *args[2:], "--jobs=2")
+        call(monkeypatch, *arguments(folder, modes="baseline"))  # nothing to do, and the failure stays known
+    seen.error3, seen.stderr3, seen.records3 = error.value, stderr.getvalue(), record_files(folder)
+    seen.readme3 = (folder / "results/README.md").read_text()
 
     (out / "method3_2-seed2").unlink()
-    with pytest.MonkeyPatch.context() as monkeypatch, contextlib.redirect_stdout(io.StringIO()) as stdout:
-        main(monkeypatch, compare, *args[1:])  # here, which saves the imports
-    seen.stdout3, seen.records3 = stdout.getvalue(), records(folder)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(runs, "start_process", Forked)
+        seen.stdout4, seen.records4 = call(monkeypatch, *args[2:]), record_files(folder)
     return seen
 
 
-def test_stopped_in_the_middle_and_continued(sittings):
-    assert sittings.status1 == 130 and "the same command goes on" in sittings.stderr1
-    assert "Traceback" not in sittings.stderr1
-    assert sittings.records1.keys() == {"baseline-seed1"}
-    assert sorted(sittings.locks) == ["baseline-seed1", "method3_2-seed1"]
-    assert 3 <= sittings.stopped_at < STEPS
-    # the stopped run went on from its checkpoint: its first lines are the ones of the first sitting, times included
-    metrics = (sittings.out / "method3_2-seed1/metrics.jsonl").read_bytes()
-    assert metrics.startswith(sittings.metrics1) and len(metrics) > len(sittings.metrics1)
-    # and no record was written twice
-    assert sittings.records1.items() <= sittings.records2.items() <= sittings.records3.items()
-    assert sittings.records3.keys() == NAMES
+def test_killed_and_continued(calls):
+    """A killed comparison takes its runs with it; the next one resumes them, and no record is written twice."""
+    assert calls.records1.keys() == {"baseline-seed1"} and 3 <= calls.killed_at < STEPS
+    metrics = (calls.out / "method3_2-seed1/metrics.jsonl").read_bytes()
+    assert metrics.startswith(calls.metrics1) and len(metrics) > len(calls.metrics1)  # times included
+    assert calls.records1.items() <= calls.records2.items() <= calls.records3.items() <= calls.records4.items()
+    assert calls.records4.keys() == NAMES
 
 
-def test_a_failed_run_stops_no_other(sittings):
-    assert sittings.status2 == 1
-    assert sittings.records2.keys() == NAMES - {"method3_2-seed2"}
-    failure = re.search("method3_2-seed2 failed: exit status 2, error: .*cannot be written to", sittings.stderr2)
-    assert failure, sittings.stderr2
-    assert sittings.stderr2.splitlines()[-1] == "error: 1 of 4 runs failed: method3_2-seed2"
-    assert "- method3_2-seed2: exit status 2, error: " in sittings.readme2
-    assert "method3_2-seed2: validation loss" in sittings.stdout3  # tried again in the last sitting
-    assert "Failed" not in (sittings.folder / "results/README.md").read_text()
+def test_stopped_in_the_middle(calls):
+    assert calls.status2 == 130 and "stopped: the same command resumes" in calls.stderr2
+    assert "Traceback" not in calls.stderr2 and not calls.locked2
+    assert calls.records2.keys() == {"baseline-seed1", "method3_2-seed1"}
 
 
-def test_results_are_those_of_the_runs(sittings):
-    results = json.loads((sittings.folder / "results/results.json").read_text())
-    assert [entry["row"] for entry in results["rows"]] == ROWS
-    for entry in results["rows"]:
+def test_a_failed_run_stops_no_other(calls):
+    assert calls.error3.status == 1 and str(calls.error3) == "1 of 4 runs failed: method3_2-seed2"
+    assert calls.records3.keys() == NAMES - {"method3_2-seed2"}
+    assert re.search("method3_2-seed2 failed: exit status 2, error: .*cannot be written to", calls.stderr3)
+    assert "- method3_2-seed2: exit status 2, error: " in calls.readme3
+    assert "method3_2-seed2: validation loss" in calls.stdout4  # tried again in the last call
+    assert "Failed" not in (calls.folder / "results/README.md").read_text()
+
+
+def test_results_are_those_of_the_runs(calls):
+    made = json.loads((calls.folder / "results/results.json").read_text())
+    assert [entry["row"] for entry in made["rows"]] == ROWS
+    for entry in made["rows"]:
         finals = [
-            json.loads((sittings.out / f"{entry['row']}-seed{seed}/eval_results.json").read_text()) for seed in SEEDS
+            json.loads((calls.out / f"{entry['row']}-seed{seed}/eval_results.json").read_text()) for seed in SEEDS
         ]
         assert entry["loss"][0] == pytest.approx(statistics.mean(final["eval_loss"] for final in finals))
         assert entry["accuracy"][0] == pytest.approx(statistics.mean(final["eval_accuracy"] for final in finals))
+        assert entry["bits_per_byte"] == pytest.approx(statistics.mean(final["eval_bits_per_byte"] for final in finals))
         assert entry["seeds"] == SEEDS and entry["tokens"] == STEPS * SMALL["batch_tokens"]
-    record = json.loads((sittings.folder / "results/runs/method3_2-seed1.json").read_text())
-    assert record["weights"] == json.loads((sittings.out / "method3_2-seed1/residual_weights.json").read_text())
+    with open(calls.folder / "results/results.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["row"] for line in lines] == ROWS and lines[0]["seeds"] == "1 2"
+    assert float(lines[1]["loss mean"]) == made["rows"][1]["loss"][0]
+    assert float(lines[1]["difference half"]) == made["rows"][1]["difference"]["half"]
+
+
+def test_a_record_says_what_was_made_and_how(calls):
+    record = json.loads((calls.folder / "results/runs/method3_2-seed1.json").read_text())
+    folder = calls.out / "method3_2-seed1"
+    assert record["weights"] == json.loads((folder / "residual_weights.json").read_text())
+    mixing = json.loads((folder / "depth_mixing.json").read_text())
+    assert record["depth_mixing"]["rows"] == mixing["rows"]
+    assert np.array(record["depth_mixing"]["matrix"]) == pytest.approx(np.array(mixing["matrix"]), rel=1e-4)
     assert record["curve"]["tokens"] == [30 * 64, 60 * 64]
     assert record["curve"]["flops"] == [3 * record["flops_per_token"] * tokens for tokens in (30 * 64, 60 * 64)]
-    assert str(sittings.folder) not in json.dumps(record)  # it is to be published
+    assert record["bits_per_byte"] == pytest.approx(analysis.bits_per_byte(record))
+    assert record["machine"].items() >= {"device": "cpu", "dtype": "float32", "compile": False, "processes": 1}.items()
+    assert record["machine"]["torch"] and record["machine"]["processor"]
+    assert record["code"] == code_hash() and re.fullmatch("[0-9a-f]{40}", record["commit"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", record["date"])
+    assert str(calls.folder) not in json.dumps(record)  # it is to be published
 
-    readme = (sittings.folder / "results/README.md").read_text()
+
+def test_tables_and_pictures(calls):
+    readme = (calls.folder / "results/README.md").read_text()
     table = [line for line in readme.splitlines() if line.startswith("|")]
-    assert len(table) == 4 and "\n".join(table) in sittings.stdout3
-    made_by = next(line for line in readme.splitlines() if line.startswith("    python compare.py"))
-    assert made_by.endswith("--modes=baseline,method3_2 --seeds=1,2 --name=tiny") and "--n_layer=2" in made_by
-    for name in re.findall(r"\((\w+\.png)\)", readme):
-        check_picture(sittings.folder / "results" / name)
-
-
-def check_picture(path):
-    height, width, _ = matplotlib.image.imread(path).shape
-    assert 300 < height and 300 < width <= 1400
+    assert table[0].split()[1] == "row" and [line.split()[1] for line in table[2:4]] == ROWS
+    made_by = [line for line in readme.splitlines() if line.startswith("    python -m tools.compare")]
+    assert len(made_by) == 1 and "--n_layer=2" in made_by[0] and "--jobs" not in made_by[0]
+    assert made_by[0].endswith("--modes=baseline,method3_2 --seeds=1,2 --name=tiny")
+    assert "Noise floor" in readme and "missing: `--measure=True` fills them in" in readme
+    assert "--measure=True fills them in" in calls.stdout4
+    assert max(map(len, calls.stdout4.splitlines())) <= 120
+    contrasts = readme.partition("## Contrasts")[2]
+    assert "| method3_2 | baseline | 2 " in contrasts and "all 1 of them" in contrasts
+    pictures = re.findall(r"\((\w+)\.png\)", readme)
+    assert {"loss_tokens", "loss_flops", "loss_time", "frontier_flops", "weights", "depth_mixing"} == set(pictures)
+    for name in pictures:
+        height, width, _ = matplotlib.image.imread(calls.folder / f"results/{name}.png").shape
+        assert 300 < height and 300 < width <= 1500
+        assert (calls.folder / f"results/{name}.svg").read_text().startswith("<?xml")
 
 
 @pytest.mark.parametrize("change", [{"learning_rate": 1e-3}, {"max_steps": 70}, {"n_layer": 3}])
-def test_records_of_other_settings_are_refused(sittings, monkeypatch, change):
+def test_records_of_other_settings_are_refused(calls, monkeypatch, change):
     key = next(iter(change))
-    before = records(sittings.folder)
+    before = record_files(calls.folder)
     with pytest.raises(UserError, match=f"made under other settings: {key} is {SMALL.get(key, 0.002)} there and"):
-        main(monkeypatch, compare, *arguments(sittings.folder, **change, seeds="7"))
-    # nor does a run go on from what another schedule left in its folder
-    scale = Scale(configure(arguments(sittings.folder, **change), CompareConfig, TrainConfig, GPTConfig))
-    run = compare.Run(scale, "baseline", 1, sittings.out, sittings.folder / "nowhere")
-    with pytest.raises(UserError, match=f"baseline-seed1 was made under other settings: {key}"):
-        run.start(None, 0)
-    assert records(sittings.folder) == before
+        call(monkeypatch, *arguments(calls.folder, **change, seeds="7"))
+    # nor is a run resumed from what another schedule left in its folder
+    other = runs.Run(scale(**change), "baseline", 1, change.get(key), "baseline-seed1", calls.out, calls.folder)
+    with pytest.raises(UserError, match="baseline-seed1 was made under other settings"):
+        other.check_folder()
+    assert record_files(calls.folder) == before
+
+
+def test_waits_for_what_another_process_trains(calls, tmp_path, monkeypatch, forked, capsys):
+    """As after a kill where the children live on, or with two computers at one folder."""
+    answers = iter([True, True, True])
+    monkeypatch.setattr(runs.Run, "is_training", lambda run: next(answers, False))
+    no_pictures(monkeypatch)
+    for name in ("baseline-seed1", "method3_2-seed1"):
+        shutil.copytree(calls.out / name, tmp_path / "out" / name)
+    monkeypatch.setattr(runs, "start_process", None)  # nothing is started: all is collected
+    stdout = call(monkeypatch, *arguments(tmp_path, seeds=1))
+    assert "baseline-seed1 is being trained by another process: waiting for it" in capsys.readouterr().err
+    assert "baseline-seed1: validation loss" in stdout and record_files(tmp_path).keys() == {
+        "baseline-seed1",
+        "method3_2-seed1",
+    }
 
 
 def test_mistakes_end_with_a_sentence(tmp_path, monkeypatch):
     for change, words in [
         ({"modes": "baseline,method9"}, "'method9' is not known"),
+        ({"modes": "method3_2-slow"}, "-stored, -K .*, -own, -fast, -xF"),
+        ({"modes": "deeper-x0"}, "deeper-x0: at 1.00. of the baseline's FLOPs it is the baseline itself"),
+        ({"contrasts": "method3_2:nothing"}, "'nothing' is not known"),
         ({"seeds": "1,x"}, "seeds must be ints"),
         ({"jobs": 0}, "jobs must be at least 1"),
-        ({"seed": 3}, "compare.py sets seed itself"),
+        ({"jobs": 10**6}, "jobs × nproc = 1000000 is too much for this machine"),
+        ({"seed": 3}, "the comparison sets seed itself"),
+        ({"init_from": "resume"}, "--init_from names a pretrained model"),
         ({"learning_rat": 3}, "did you mean learning_rate"),
+        ({"learning_rates": "0.1"}, "learning_rates must be several numbers"),
+        ({"learning_rates": "0.1,0.2", "seeds": "0,1"}, "seed 0 is for the search"),
         ({"name": "../x"}, "plain folder name"),
         ({"norm": "batchnorm"}, "method3_2: .*batchnorm cannot be re-run"),
         ({"name": ".."}, "plain folder name"),
         ({"epochs": 0, "max_steps": None}, "epochs must be more than 0"),
-        ({"seeds": "-1"}, "seed must not be negative"),
-        ({"results_dir": compare.ROOT}, "holds a README.md that is not compare.py's"),
-        ({"results_dir": compare.ROOT / "LICENSE"}, "cannot be made: Not a directory"),
+        ({"seeds": "-1"}, "seeds must not be negative"),
+        ({"results_dir": ROOT}, "holds a README.md that is not of a comparison"),
+        ({"results_dir": ROOT / "LICENSE"}, "cannot be made: Not a directory"),
+        ({"plan": True, "flops_per_second": 0}, "flops_per_second must be more than 0"),
     ]:
         with pytest.raises(UserError, match=words):
-            main(monkeypatch, compare, *arguments(tmp_path, **change))
+            call(monkeypatch, *arguments(tmp_path, **change))
+    with pytest.raises(UserError, match="holds no results"):
+        call(monkeypatch, tmp_path)
     assert not list(tmp_path.iterdir())
     monkeypatch.setenv("OMP_NUM_THREADS", "two")
     with pytest.raises(UserError, match="whole number of threads, not 'two'"):
-        compare.threads(SimpleNamespace(jobs=1, nproc=1))
+        runs.threads(SimpleNamespace(jobs=1, nproc=1))
 
 
-# the table by hand
+def copied(calls, tmp_path):
+    return shutil.copytree(calls.folder / "results", tmp_path / "results")
 
 
-def record(row, seed, loss, best_loss, accuracy=0.5, flops=100, tokens=1000, n_layer=4):
+def test_damaged_files_end_with_a_line(calls, tmp_path, monkeypatch):
+    folder = copied(calls, tmp_path)
+    record = (folder / "runs/baseline-seed1.json").read_text()
+    for name, content, words in [
+        ("runs/baseline-seed1.json", record[:-100], "is damaged or not a record: remove it"),
+        ("runs/baseline-seed1.json", json.dumps(json.loads(record) | {"loss": "low"}), "damaged or not a record"),
+        ("runs/baseline-seed1.json", json.dumps(json.loads(record) | {"curve": {"loss": [1]}}), "not a record"),
+        ("runs/baseline-seed1.json", json.dumps(json.loads(record) | {"depth_mixing": {"rows": 3}}), "not a record"),
+        ("speed.json", '{"baseline": 3}', "speed.json is damaged: remove it and measure again"),
+        ("results.json", '{"failed": ["x"]}', "results.json is damaged: remove it"),
+        ("results.json", "[]", "results.json is damaged"),
+    ]:
+        before = (folder / name).read_bytes() if (folder / name).exists() else None
+        (folder / name).write_text(content)
+        with pytest.raises(UserError, match=words):
+            call(monkeypatch, folder)
+        assert (folder / name).read_text() == content
+        (folder / name).unlink()
+        if before:
+            (folder / name).write_bytes(before)
+    (folder / "speed.json").write_text("{")
+    check_error(run("tools.compare.__main__", folder), "speed.json is damaged")  # the same from outside
+
+
+def test_records_of_many_machines(calls, tmp_path, monkeypatch):
+    """Other code, devices and number formats stay out of the means, unknown rows out of the table; lines say so."""
+    no_pictures(monkeypatch)
+    folder = copied(calls, tmp_path)
+    path = folder / "runs/baseline-seed1.json"
+    record = json.loads(path.read_text())
+    unknown = {key: value for key, value in record.items() if key not in ("machine", "date", "commit")}
+    gpu = record["machine"] | {"device": "cuda", "dtype": "bfloat16"}
+    for seed, change in {3: {"code": "0" * 64, "commit": "1" * 40}, 4: {"machine": gpu}, 6: {"row": "method9"}}.items():
+        (folder / f"runs/other-{seed}.json").write_text(json.dumps(record | {"seed": seed} | change))
+    (folder / "runs/other-5.json").write_text(json.dumps(unknown | {"seed": 5}))
+    printed = call(monkeypatch, folder)
+    readme = (folder / "README.md").read_text()
+    for text in (printed, readme):
+        code = record["code"][:12]
+        assert f"baseline-seed3: code 000000000000 instead of {code} (commit {'1' * 40})" in text
+        assert "baseline-seed4: device cuda instead of cpu, dtype bfloat16 instead of float32" in text
+        assert f"baseline-seed5: code unknown instead of {code}, device unknown instead of cpu" in text
+        assert "other-6.json, whose row 'method9' this clone does not know" in text
+    made = json.loads((folder / "results.json").read_text())
+    assert made["rows"][0]["seeds"] == SEEDS and len(made["left_out"]) == 4
+    assert json.loads(path.read_text()) == record  # nothing was changed
+
+    merged = json.loads((folder / "runs/method3_2-seed2.json").read_text()) | {"seed": 3}
+    merged["machine"] |= {"processor": "another", "torch": "2.0.0", "compile": True}
+    (folder / "runs/method3_2-seed3.json").write_text(json.dumps(merged))  # these may differ
+    call(monkeypatch, folder)
+    assert json.loads((folder / "results.json").read_text())["rows"][1]["seeds"] == [1, 2, 3]
+    assert "1 of 5 runs compiled" in (folder / "README.md").read_text()
+
+    merged["settings"]["learning_rate"] = 0.5
+    (folder / "runs/method3_2-seed3.json").write_text(json.dumps(merged))
+    with pytest.raises(UserError, match=r"learning_rate is 0\.5 there and 0\.002 here"):
+        call(monkeypatch, folder)
+
+
+def test_other_code_is_warned_of(calls, tmp_path, monkeypatch, forked, capsys):
+    folder = copied(calls, tmp_path)
+    for path in (folder / "runs").glob("*.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"code": "f" * 64}))
+    no_pictures(monkeypatch)
+    call(monkeypatch, *arguments(tmp_path, modes="baseline", seeds=3))
+    assert "are of other code (ffffffffffff): new ones stay out of their means" in capsys.readouterr().err
+    assert json.loads((folder / "results.json").read_text())["rows"][0]["seeds"] == SEEDS
+    # a half-made run of other code is not resumed: its record would say the hash of one of them
+    out = shutil.copytree(calls.out / "baseline-seed1", tmp_path / "out/baseline-seed9")
+    (out / "run.json").unlink()
+    monkeypatch.setattr(runs, "code_hash", lambda: "f" * 64)
+    with pytest.raises(UserError, match="was begun by other code"):
+        runs.Run(scale(), "baseline", 1, 0.002, "baseline-seed9", tmp_path / "out", folder).check_folder()
+
+
+def test_commands_for_a_job_array(tmp_path, monkeypatch, capsys):
+    """One per line on stdout, nothing trained; a later call collects what they left."""
+    no_pictures(monkeypatch)
+    monkeypatch.setattr(runs, "start_process", None)
+    args = arguments(tmp_path, modes="baseline,method3_2-1", seeds=1, print=True, max_steps=6, eval_every=6)
+    lines = call(monkeypatch, *args).splitlines()
+    assert len(lines) == 2 and all(line.startswith("python train.py --") for line in lines)
+    assert (
+        "--n_layer=2" in lines[0]
+        and "--reruns=1" in lines[1]
+        and f"--out_dir={tmp_path}/out/method3_2-1-seed1" in lines[1]
+    )
+    again = call(monkeypatch, *args, "--nproc=2").splitlines()
+    assert again[0].startswith("torchrun --standalone --nproc_per_node=2 train.py ")
+    for line in lines:
+        assert run(*shlex.split(line)[1:]).status == 0
+    assert call(monkeypatch, *args) == ""
+    assert "| method3_2-1 " in capsys.readouterr().err
+    assert record_files(tmp_path).keys() == {"baseline-seed1", "method3_2-1-seed1"}
+
+
+def test_pretrained_modes(tmp_path, monkeypatch, forked):
+    """Modes as fine-tunes of one model; depth is its own business."""
+    from model import GPT, GPTConfig
+
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "ffn_hidden": 32, "block_size": 8, "vocab_size": 320}
+    GPT(GPTConfig(**shape)).save_pretrained(tmp_path / "hf")
+    settings = {k: v for k, v in SMALL.items() if k not in shape} | {"max_steps": 4, "eval_every": 4}
+    settings |= {"init_from": tmp_path / "hf", "dataset": dataset(), "name": "tiny", "seeds": 1}
+    settings |= {"results_dir": tmp_path / "results", "out_dir": tmp_path / "out"}
+    no_pictures(monkeypatch)
+    call(monkeypatch, *options(**settings, modes="baseline,method3_2-own,longer"))
+    record = json.loads((tmp_path / "results/runs/method3_2-own-seed1.json").read_text())
+    assert record["settings"]["init_from"] == "hf" and str(tmp_path) not in json.dumps(record)
+    assert (
+        record["flops_per_token"]
+        > json.loads((tmp_path / "results/runs/baseline-seed1.json").read_text())["flops_per_token"]
+    )
+    for row in ("deeper", "looped"):
+        with pytest.raises(UserError, match=f"{row}: a pretrained model has the depth that it has"):
+            call(monkeypatch, *options(**settings, modes=row))
+    with pytest.raises(UserError, match="hf decides itself about n_layer"):
+        call(monkeypatch, *options(**settings, modes="baseline", n_layer=3))
+
+
+# --- learning rates ---------------------------------------------------------------------------------------------------
+
+
+def test_a_grid_grows_where_its_edge_is_best():
+    grid = (4e-3, 8e-3, 1.6e-2)
+    assert tuning.rates_to_try(grid, {}) == list(grid)
+    assert tuning.rates_to_try(grid, {8e-3: 1.0}) == [4e-3, 1.6e-2]
+    middle = {4e-3: 1.2, 8e-3: 1.0, 1.6e-2: 1.1}
+    assert tuning.rates_to_try(grid, middle) == [] and tuning.best_rate(middle) == 8e-3
+    low = {4e-3: 1.0, 8e-3: 1.1, 1.6e-2: math.inf}  # one that diverged is the worst
+    assert tuning.rates_to_try(grid, low) == [2e-3]
+    assert tuning.rates_to_try(grid, low | {2e-3: 1.05}) == []
+    assert tuning.rates_to_try(grid, low | {2e-3: 0.9}) == [1e-3]
+    assert tuning.rates_to_try(grid, low | {2e-3: 0.9, 1e-3: 0.8}) == []  # at most twice
+    high = {4e-3: 1.2, 8e-3: 1.1, 1.6e-2: 1.0}
+    assert tuning.rates_to_try(grid, high) == [3.2e-2]
+    assert tuning.rates_to_try(grid, high | {3.2e-2: 0.9}) == [6.4e-2]
+    assert tuning.rates_to_try(grid, high | {3.2e-2: 0.9, 6.4e-2: 0.8}) == []
+    assert tuning.rates_to_try(grid, dict.fromkeys(grid, math.inf)) == [2e-3]
+
+
+def test_each_row_gets_the_best_of_its_rates(tmp_path, monkeypatch, forked, capsys):
+    no_pictures(monkeypatch)
+    settings = {"max_steps": 20, "eval_every": 20, "grad_clip": 0, "seeds": 1, "jobs": 2}
+    settings |= {"modes": "baseline,method3_2-own", "learning_rates": "1e-3,1e-2,1e30"}
+    stdout = call(monkeypatch, *arguments(tmp_path, **settings))
+    tried = {path.stem for path in (tmp_path / "results/runs/tuning").glob("*.json")}
+    assert {"baseline-lr0.001", "baseline-lr0.01", "baseline-lr1e+30", "method3_2-lr0.01"} <= tried
+    assert not any("own" in name for name in tried)  # it takes its parent's
+    assert re.search(r"baseline-lr1e\+30 diverged: step \d+: ", stdout)
+    readme = (tmp_path / "results/README.md").read_text()
+    table = readme.partition("## Learning rates")[2]
+    for entry in json.loads((tmp_path / "results/results.json").read_text())["rows"]:
+        row = entry["row"].removesuffix("-own")
+        losses = {}
+        for path in (tmp_path / "results/runs/tuning").glob(f"{row}-lr*.json"):
+            record = json.loads(path.read_text())
+            assert record["seed"] == 0 and record["row"] == row
+            if "diverged" not in record:
+                losses[record["settings"]["learning_rate"]] = record["loss"]
+        best = min(losses, key=losses.get)
+        assert entry["learning_rate"] == best and entry["seeds"] == [1]
+        line = next(line for line in table.splitlines() if line.startswith(f"| {row} "))
+        assert f"**{losses[best]:.4f}**" in line and "diverged" in line
+    assert record_files(tmp_path).keys() == {"baseline-seed1", "method3_2-own-seed1"}
+
+    # nothing is done twice; a record at another rate than the search's is refused
+    monkeypatch.setattr(runs, "start_process", None)
+    call(monkeypatch, *arguments(tmp_path, **settings))
+    path = tmp_path / "results/runs/baseline-seed1.json"
+    record = json.loads(path.read_text())
+    record["settings"]["learning_rate"] = 7.0
+    path.write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"learning_rate is 7\.0 there and 0\.0"):
+        call(monkeypatch, *arguments(tmp_path, **settings))
+
+    # another comparison may take the rates that were found here
+    found = tuning.known_rates(["method3_2-1"], tmp_path / "results")
+    assert found == {"method3_2-1": entry["learning_rate"]}
+    with pytest.raises(UserError, match="has no learning rate of mudd"):
+        call(monkeypatch, *arguments(tmp_path / "other", modes="mudd", rates_from=tmp_path / "results"))
+
+
+def test_variants_take_their_parents_rate():
+    for row, parent in {
+        "method3_2-1": "method3_2",
+        "method3_2-own": "method3_2",
+        "method3_2-stored-own": "method3_2-stored",
+        "method3_3-1": "method3_3",
+        "method3_2-stored": "method3_2-stored",
+        "deeper-method3_2-1": "deeper-method3_2-1",
+        "longer": "longer",
+        "baseline-x2": "baseline-x2",
+    }.items():
+        assert rows.row_to_tune(row) == parent
+
+
+# --- rows and what they cost ------------------------------------------------------------------------------------------
+
+
+def scale(**settings):
+    given = configure(
+        options(**SMALL | {"dataset": dataset(), "plan": False} | settings), compare.CompareConfig, *SETTINGS
+    )
+    return rows.open_scale(given, compare.OWN_KEYS)
+
+
+def test_names_of_rows():
+    for name in [*rows.DEFAULT_ROWS, "hc-fast", "method3_2-1-own-fast-x0.5", "deeper-method3_2-1", "looped-method4_2"]:
+        assert str(parse(name)) == name
+    assert str(parse("longer-method3_2")) == "longer" and str(parse("baseline-x1.0")) == "baseline"
+    for name, words in {
+        "x0-stored": "x0 runs nothing again",
+        "hc-2": "hc runs nothing again",
+        "baseline-fast": "has nothing that could learn faster",
+        "method3_1-own": "weights under a softmax",
+        "method3_2-stored-1": "contradicts recompute=False",
+        "method3_2-own-stored": "in this order",
+        "deeper-baseline": "a row of another mode",
+        "deeper-deeper": "is not known: choose from baseline, method1",
+        "baseline-x1000": "a hundredth to a hundred times",
+    }.items():
+        with pytest.raises(UserError, match=words):
+            parse(name)
+
+
+def test_what_rows_change():
+    of = scale().changes
+    assert of("method3_1-stored") == {"residual_mode": "method3_1", "recompute": False}
+    assert of("method3_2-fast") == {"residual_mode": "method3_2", "residual_lr_scale": 10.0}
+    assert of("method3_3-1-own") == {"residual_mode": "method3_3", "reruns": 1, "residual_start": "own"}
+    assert of("baseline-x0.5") == {"residual_mode": "baseline", "max_steps": STEPS // 2}
+    assert scale(max_steps=None, epochs=3.0).changes("baseline-x4")["epochs"] == 12.0
+
+
+def test_controls_match_their_row():
+    """Depth, length and loops, from the FLOPs of each matrix and each mixed sum."""
+    d, ffn, vocab, length, n = 16, 32, 320, 8, 6
+    attention = 4 * d * (length + 1) / 2
+    layer = 2 * (4 * d * d + 3 * d * ffn) + attention
+    rerun = 2 * (2 * d * d + 3 * d * ffn) + attention
+    head, sums = 2 * d * vocab, sum(2 * (m + 1) * d for m in range(1, n))
+    baseline, method = n * layer + head, n * layer + n * (n - 1) / 2 * rerun + sums + head
+    one_rerun = n * layer + (n - 1) * rerun + sums + head
+    at = scale(n_layer=n, max_steps=100)
+    assert at.flops_per_token({}) == baseline and at.flops_per_token(at.changes("method3_2")) == method
+    for name, flops in {"": method, "-method3_2-1": one_rerun}.items():
+        depth = min(range(1, 100), key=lambda k, flops=flops: abs(k * layer + head - flops))
+        loops = min(range(1, 100), key=lambda k, flops=flops: abs(k * n * layer + head - flops))
+        assert depth > n and loops > 1
+        assert at.changes(f"deeper{name}") == {"n_layer": depth}
+        assert at.changes(f"looped{name}") == {"loops": loops}
+        assert at.flops_per_token({"loops": loops}) == loops * n * layer + head
+        assert at.changes(f"longer{name}") == {"max_steps": round(100 * flops / baseline)}
+    in_epochs = scale(n_layer=n, max_steps=None, epochs=2.0)
+    assert in_epochs.changes("longer") == {"epochs": pytest.approx(2 * method / baseline)}
+    with pytest.raises(UserError, match=r"looped-method3_1-stored: at 1\.0.. of the baseline's FLOPs"):
+        at.changes("looped-method3_1-stored")
+
+
+def test_plan(tmp_path, monkeypatch):
+    """From the FLOPs of each matrix; data that is not there yet is not needed where size and length are given."""
+    layer, head = 2 * (4 * 768**2 + 3 * 768 * 2048) + 4 * 768 * 1025 / 2, 2 * 768 * 50304
+    flops = 3 * (12 * layer + head) * 4768 * 524288
+    args = ["config/fineweb_124m.py", "--modes=baseline,baseline-x2,method3_2-1", "--seeds=1,2", "--plan=True"]
+    monkeypatch.chdir(ROOT)
+    text = call(monkeypatch, *args, "--learning_rates=3e-4,6e-4,1.2e-3", "--flops_per_second=1.28e15")
+    table = {line.split("|")[1].strip(): [c.strip() for c in line.split("|")[2:-1]] for line in text.splitlines()[2:7]}
+    amounts = [f"{5 * 4768 * 524288:.3g}", f"{5 * flops:.3g}", f"{5 * flops / 1.28e15 / 3600:.1f}"]
+    assert table["baseline"] == ["5", "123,587,328", *amounts]
+    assert float(table["baseline-x2"][3]) == pytest.approx(10 * flops, rel=0.01)
+    assert [table[row][0] for row in ("method3_2-1", "method3_2", "sum")] == ["2", "3", "15"]  # its parent is tuned
+    text = call(monkeypatch, *arguments(tmp_path, plan=True))
+    assert "Hours missing: --measure=True measures this machine" in text and not list(tmp_path.iterdir())
+
+
+# --- what the records say ---------------------------------------------------------------------------------------------
+
+
+def record(row, seed, loss, best_loss=None, accuracy=0.5, flops=100, tokens=1000, n_layer=4):
     return {
         "row": row,
         "seed": seed,
-        "settings": {"n_layer": n_layer, "learning_rate": 0.1, "seed": seed},
+        "settings": {"n_layer": n_layer, "learning_rate": 0.1, "seed": seed, "n_embd": 8},
+        "data": {"val_tokens": 101, "val_bytes": 50},
         "parameters": 10 * n_layer,
         "flops_per_token": flops,
         "loss": loss,
-        "best_loss": best_loss,
-        "perplexity": math.exp(loss),
+        "best_loss": loss if best_loss is None else best_loss,
         "accuracy": accuracy,
         "curve": {"tokens": [tokens // 2, tokens], "flops": [1.5 * flops * tokens, 3 * flops * tokens]},
     }
 
 
-def test_arithmetic_of_the_table():
-    speed = {
-        "tokens_per_second": 50.0,
-        "relative": 0.25,
-        "memory": 3 * 2**20,
-        "threads": 2,
-        "settings": {"learning_rate": 0.1},
+def speed(**change):
+    return {"tokens_per_second": 50.0, "relative": 0.25, "memory": 3 * 2**20, "threads": 2} | {
+        "settings": {"n_embd": 8, "learning_rate": 0.2} | change
     }
-    entries = summarize(
+
+
+def test_arithmetic_of_the_table():
+    entries = analysis.summarize(
         [
+            record("longer", 1, 1.5, 1.4, tokens=4500),
             record("baseline", 1, 2.0, 1.9, accuracy=0.4),
             record("baseline", 2, 2.2, 2.1, accuracy=0.5),
             record("baseline", 3, 2.4, 2.3, accuracy=0.6),
-            record("longer", 1, 1.5, 1.4, tokens=4500),
             record("method3_2", 1, 1.9, 1.9, flops=450),
             record("method3_2", 2, 2.05, 2.1, flops=450),
             record("method3_2", 3, 2.3, 2.4, flops=450),
             record("method3_2", 9, 7.0, 7.0, flops=450),  # no baseline has this seed: it is in no pair
         ],
-        {"method3_2": speed, "baseline": speed | {"settings": {"learning_rate": 0.2}}},
+        {"method3_2": speed(), "baseline": speed(n_embd=16)},
     )
     assert [entry["row"] for entry in entries] == ["baseline", "method3_2", "longer"]
     baseline, method, longer = entries
     assert baseline["loss"] == pytest.approx((2.2, 0.2)) and baseline["best_loss"] == pytest.approx((2.1, 0.2))
     assert baseline["accuracy"] == pytest.approx((0.5, 0.1))
-    assert baseline["perplexity"][0] == pytest.approx((7.38906 + 9.02501 + 11.02318) / 3, rel=1e-5)
-    assert baseline["difference"] is None and baseline["memory"] is None  # measured with another learning rate
+    assert baseline["perplexity"] == pytest.approx(math.exp(2.2))  # not the mean of three perplexities
+    assert baseline["bits_per_byte"] == pytest.approx(2.2 * 100 / 50 / math.log(2))
+    assert baseline["difference"] is None and baseline["memory"] is None  # measured with another width
 
-    # differences -0.1, -0.15, -0.1: mean -0.1167, deviation 0.0289, standard error 0.0167
+    # differences -0.1, -0.15, -0.1: mean -0.1167, deviation 0.0289, standard error 0.0167, times t = 4.303
     assert method["difference"]["mean"] == pytest.approx(-0.35 / 3)
     assert method["difference"]["error"] == pytest.approx(0.05 / 3)
+    assert method["difference"]["half"] == pytest.approx(4.302653 * 0.05 / 3)
     assert method["difference"]["pairs"] == 3 and not method["difference"]["noise"]
     # 0, 0, 0.1: mean 0.0333, deviation 0.0577, standard error 0.0333
     assert method["best_difference"]["mean"] == pytest.approx(0.1 / 3)
     assert method["best_difference"]["error"] == pytest.approx(0.1 / 3) and method["best_difference"]["noise"]
     assert method["relative_flops"] == method["relative_training_flops"] == 4.5
     assert method["relative_speed"] == 0.25 and method["tokens_per_second"] == 50
+    assert method["against"]["longer"]["mean"] == pytest.approx(0.4) and method["against"].keys() == {"longer"}
 
     assert longer["relative_flops"] == 1 and longer["relative_training_flops"] == 4.5
-    assert longer["loss"] == (1.5, None)
-    assert longer["difference"] == {"mean": -0.5, "error": None, "pairs": 1, "noise": True}
+    assert longer["loss"] == (1.5, None) and longer["against"] == {}
+    assert longer["difference"] == {"mean": -0.5, "error": None, "half": None, "pairs": 1, "noise": True}
 
-    cells = dict(zip(compare.HEADER, compare.table_row(method), strict=True))
-    assert cells["Δ loss"] == "-0.1167 ± 0.0167" and cells["Δ best loss"] == "≈ +0.0333 ± 0.0333"
+    cells = {name: cell(method) for name, cell in tables.COLUMNS.items()}
+    assert cells["Δ loss"] == "-0.1167 ± 0.0717" and cells["Δ best loss"] == "≈ +0.0333 ± 0.1434"
     assert (cells["FLOPs/token"], cells["tokens/s"], cells["peak MB"]) == ("4.50", "0.25", "3")
-    cells = dict(zip(compare.HEADER, compare.table_row(longer), strict=True))
+    cells = {name: cell(longer) for name, cell in tables.COLUMNS.items()}
     assert (cells["loss"], cells["Δ loss"], cells["tokens/s"]) == ("1.5000", "≈ -0.5000", "–")
 
 
-@pytest.mark.parametrize("pairs, errors", [(2, 12.706), (3, 4.303), (5, 2.776), (10, 2.262), (40, 2.262)])
-def test_noise_is_what_a_student_t_test_calls_so(pairs, errors):
-    """errors: the two-sided 95 % quantile of t with pairs - 1 degrees of freedom; beyond 10 pairs that of 10."""
+@pytest.mark.parametrize("pairs", [2, 3, 5, 10, 40])
+def test_intervals_and_p_values_are_those_of_a_paired_t_test(pairs):
+    rng = np.random.default_rng(pairs)
+    ours, theirs = rng.normal(0.3, 1, pairs), rng.normal(0, 1, pairs)
+    entry = analysis.difference(
+        [record("method1", seed, loss) for seed, loss in enumerate(ours)],
+        [record("baseline", seed, loss) for seed, loss in enumerate(theirs)],
+    )
+    test = scipy.stats.ttest_rel(ours, theirs)
+    low, high = test.confidence_interval(0.95)
+    assert (entry["mean"] - entry["half"], entry["mean"] + entry["half"]) == pytest.approx((low, high))
+    assert analysis.p_value(entry) == pytest.approx(test.pvalue)
+    assert entry["noise"] == (test.pvalue > 0.05)
+    # noise ends where the interval does
     deviations = np.linspace(-1, 1, pairs)
-    standard_error = deviations.std(ddof=1) / math.sqrt(pairs)
-    baseline = {seed: {"loss": 0.0} for seed in range(pairs)}
-    for factor, noise in ((0.99, True), (1.01, False)):
-        losses = deviations - factor * errors * standard_error
-        records = [{"row": "method1", "seed": seed, "loss": loss} for seed, loss in enumerate(losses)]
-        assert compare.difference(records, baseline, "loss")["noise"] == noise
+    half = analysis.estimate(deviations)["half"]
+    assert (
+        analysis.estimate(deviations + 0.99 * half)["noise"]
+        and not analysis.estimate(deviations + 1.01 * half)["noise"]
+    )
 
 
-def test_controls_match_method3_2(tmp_path):
-    """Depth and length of the controls, from the FLOPs of each matrix."""
-    d, ffn, vocab, length, n = 16, 32, 320, 8, 6
-    attention = 4 * d * (length + 1) / 2
-    layer = 2 * (4 * d * d + 3 * d * ffn) + attention
-    rerun = 2 * (2 * d * d + 3 * d * ffn) + attention
-    head = 2 * d * vocab
-    baseline, method = n * layer + head, n * layer + n * (n - 1) / 2 * rerun + head
-    depth = min(range(1, 100), key=lambda k: abs(k * layer + head - method))
-    assert depth > n
+def test_holm():
+    """By hand: 0.005·4, 0.01·3, 0.03·2, and 0.04·1, which may not be below the one before."""
+    assert analysis.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert analysis.holm([0.6, 0.9]) == [1.0, 1.0] and analysis.holm([]) == []
 
-    def scale(**settings):
-        args = options(**{k: v for k, v in SMALL.items() if k != "max_steps"} | {"dataset": dataset()} | settings)
-        return Scale(configure(args, CompareConfig, TrainConfig, GPTConfig))
 
-    assert scale(n_layer=n).flops_per_token({}) == baseline
-    assert scale(n_layer=n).changes("deeper") == {"n_layer": depth}
-    assert scale(n_layer=n, max_steps=100).changes("longer") == {"max_steps": round(100 * method / baseline)}
-    assert scale(n_layer=n, epochs=2.0).changes("longer") == {"epochs": pytest.approx(2 * method / baseline)}
-    assert scale().changes("method3_1-stored") == {"residual_mode": "method3_1", "recompute": False}
-    assert scale().changes("method3_2-fast") == {"residual_mode": "method3_2", "residual_lr_scale": 10.0}
+def test_contrasts():
+    losses = {"baseline": (2.0, 2.1, 2.2), "method3_2": (1.9, 2.0, 2.15), "looped": (1.8, 2.1, 2.1), "hc": (1.0,)}
+    groups = {row: [record(row, seed, loss) for seed, loss in enumerate(of)] for row, of in losses.items()}
+    named = [("method3_2", "baseline"), ("method3_2", "looped"), ("hc", "baseline"), ("mudd", "baseline")]
+    first, second = analysis.contrasts(groups, named)  # one pair is no test, and mudd is not there
+    p = [scipy.stats.ttest_rel(losses["method3_2"], losses[row]).pvalue for row in ("baseline", "looped")]
+    assert (first["p"], second["p"]) == pytest.approx(p)
+    assert (first["holm"], second["holm"]) == pytest.approx((2 * p[0], max(2 * p[0], p[1])))
+    same = [record("method1", seed, 2.0) for seed in range(3)]
+    assert analysis.p_value(analysis.difference(same, same)) == 1.0
+
+
+def test_what_the_baseline_must_spend():
+    """A loss that falls by 0.5 with each doubling: interpolation over the logarithm is exact."""
+    points = [(cost, 3 - 0.5 * math.log2(cost)) for cost in (1, 2, 4, 8)]
+    for cost in (1, 1.3, 2, 5, 8):
+        assert analysis.reach(points, 3 - 0.5 * math.log2(cost)) == (pytest.approx(cost), "inside")
+    assert analysis.reach(points, 3.1) == (1, "cheaper") and analysis.reach(points, 1.4) == (8, "dearer")
+    # a curve that bends: between two lengths the cost lies between theirs, and more loss is never dearer
+    bent = [(1, 3.0), (2, 2.0), (4, 1.7), (8, 1.65)]
+    costs = [analysis.reach(bent, loss)[0] for loss in np.linspace(3.0, 1.65, 50)]
+    assert all(a < b for a, b in itertools.pairwise(costs)) and 2 < analysis.reach(bent, 1.8)[0] < 4
+    # a longer run that is no better, as when it fits the training data too closely, is left out
+    assert analysis.reach([*points, (16, 1.8)], 1.4) == (8, "dearer")
+
+
+def test_worth():
+    lengths = {"baseline-x0.5": 500, "baseline": 1000, "baseline-x2": 2000, "baseline-x4": 4000}
+    baselines = [
+        record(row, seed, 3 + seed / 100 - 0.5 * math.log2(tokens), tokens=tokens)
+        for row, tokens in lengths.items()
+        for seed in (1, 2, 3)
+    ]
+
+    def loss(factor, seed):
+        """What the baseline of this seed reaches with so many times its FLOPs."""
+        return 3 + seed / 100 - 0.5 * math.log2(1000 * factor)
+
+    # it spent twice the FLOPs, and reached what the baseline would with 1.5, 2.5 and 3 times its own
+    factors = {1: 1.5, 2: 2.5, 3: 3.0}
+    method = [record("method3_2", seed, loss(factor, seed), flops=200) for seed, factor in factors.items()]
+    entry = analysis.worth(method, baselines, analysis.training_flops)
+    logs = [math.log(factor / 2) for factor in factors.values()]
+    interval = scipy.stats.t.interval(0.95, 2, np.mean(logs), scipy.stats.sem(logs))
+    assert entry["mean"] == pytest.approx(scipy.stats.gmean([factor / 2 for factor in factors.values()]))
+    assert (entry["low"], entry["high"]) == pytest.approx(np.exp(interval))
+    assert entry["bound"] is None and entry["outside"] == 0
+    assert tables.show_worth(entry) == f"{entry['mean']:.2f} [{entry['low']:.2f}, {entry['high']:.2f}]"
+
+    # outside of what was measured there is a bound and no guess
+    method[0] = record("method3_2", 1, loss(5, 1), flops=200)
+    entry = analysis.worth(method, baselines, analysis.training_flops)
+    assert entry["bound"] == "above" and entry["low"] is None and entry["outside"] == 1
+    assert entry["mean"] == pytest.approx(scipy.stats.gmean([4 / 2, 2.5 / 2, 3 / 2]))
+    assert tables.show_worth(entry) == f"> {entry['mean']:.2f} (1 of 3 outside)"
+    method[1] = record("method3_2", 2, loss(0.3, 2), flops=200)
+    assert tables.show_worth(analysis.worth(method, baselines, analysis.training_flops)).startswith("? ")
+    del method[0]
+    assert analysis.worth(method, baselines, analysis.training_flops)["bound"] == "below"
+    assert analysis.worth(method, baselines[:3], analysis.training_flops) is None  # one length is no curve
+
+    # in time: the method steps at 0.4 of the baseline's speed, whatever its FLOPs
+    speeds = {"baseline": speed() | {"relative": 1.0}, "method3_2": speed() | {"relative": 0.4}}
+    one = [record("method3_2", 1, loss(1.5, 1), flops=200)]
+    entry = next(e for e in analysis.summarize([*baselines, *one], speeds) if e["row"] == "method3_2")
+    assert entry["worth_time"]["mean"] == pytest.approx(1.5 * 0.4)
+    assert entry["worth_flops"]["mean"] == pytest.approx(1.5 / 2)
+
+
+def test_the_terminals_table_fits():
+    name = "deeper-method3_2-stored-own"
+    summary = analysis.summarize([record(name, seed, 1.9 + seed / 10) for seed in (1, 2)], {})
+    header, cells = tables.full_table(summary)
+    assert {"bits/byte", "perplexity", "accuracy", "Δ best loss"} <= set(header)
+    lines = tables.terminal_table(header, cells).splitlines()
+    assert max(map(len, lines)) <= 120 and name in lines[2] and "loss" in lines[0]
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
 
 
 def test_measured_speed_is_relative_to_the_same_round(tmp_path, monkeypatch):
     """The machine is now fast, now slow; the rounds' ratios are 0.5, 0.4 and 0.25, that of the medians is 0.25."""
     rates = iter([1000, 500, 100, 40, 500, 125])
 
-    def start_training(options, s, slot, log):
+    def start_process(options, s, slot, log):
         rate, folder = next(rates), next(o for o in options if o.startswith("--out_dir=")).removeprefix("--out_dir=")
         assert {"--stop_at=8", "--eval_every=1000000000"} <= set(options)
         lines = [{"step": 1, "tokens_per_sec": 1.0, "memory": 7}] * 2  # warming up
         lines += [{"step": 3, "tokens_per_sec": rate, "memory": rate}] * 6
         with open(f"{folder}/metrics.jsonl", "w") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
+        info = dict.fromkeys(("device", "device_type", "dtype", "compile", "processes", "torch"), "x")
+        (log.parent / "run.json").write_text(json.dumps(info))
         return SimpleNamespace(wait=lambda: 0, terminate=lambda: None)
 
-    monkeypatch.setattr(compare, "start_training", start_training)
-    main(monkeypatch, compare, *arguments(tmp_path, modes="method3_2", measure=True))
+    monkeypatch.setattr(measure, "start_process", start_process)
+    call(monkeypatch, *arguments(tmp_path, modes="method3_2,method3_2-x2,longer,baseline-x2", measure=True))
     speeds = json.loads((tmp_path / "results/speed.json").read_text())
+    assert speeds.keys() == {"baseline", "method3_2"}  # length changes nothing in a step
     assert speeds["baseline"]["relative"] == 1 and speeds["baseline"]["tokens_per_second"] == 500
     assert speeds["method3_2"]["relative"] == 0.4 and speeds["method3_2"]["memory"] == 500
+    text = call(monkeypatch, *arguments(tmp_path, modes="baseline,method3_2", plan=True, max_steps=9000))
+    hours = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in text.splitlines()[2:4]}
+    assert hours == {"baseline": f"{2 * 9000 * 64 / 500 / 3600:.1f}", "method3_2": f"{2 * 9000 * 64 / 125 / 3600:.1f}"}
+    assert "speeds measured one run at a time" in text
+
+
+def test_measuring_really(tmp_path, monkeypatch, forked):
+    monkeypatch.setattr(measure, "ROUNDS", 1)
+    call(monkeypatch, *arguments(tmp_path, modes="baseline", measure=True))
+    entry = json.loads((tmp_path / "results/speed.json").read_text())["baseline"]
+    assert entry["tokens_per_second"] > 0 and entry["memory"] > 0 and entry["machine"]["dtype"] == "float32"
 
 
 def test_a_job_gets_its_share_of_the_machine(tmp_path, monkeypatch):
     started = []
-    monkeypatch.setattr(compare.subprocess, "Popen", lambda command, **rest: started.append((command, rest["env"])))
-    monkeypatch.setattr(compare.os, "cpu_count", lambda: 12)
+    monkeypatch.setattr(runs.subprocess, "Popen", lambda command, **rest: started.append((command, rest["env"])))
+    monkeypatch.setattr(runs.os, "cpu_count", lambda: 12)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for gpus, jobs, nproc in [(0, 3, 1), (4, 2, 2), (2, 2, 1)]:
         if jobs == 2 and nproc == 1:  # a cluster's choice
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-        monkeypatch.setattr(compare.torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        compare.start_training(["--seed=1"], SimpleNamespace(jobs=jobs, nproc=nproc), jobs - 1, tmp_path / "log")
+        monkeypatch.setattr(runs.torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        runs.start_process(["--seed=1"], SimpleNamespace(jobs=jobs, nproc=nproc), jobs - 1, tmp_path / "log")
     (alone, cpu), (torchrun, gpu), (_, given) = started
     assert given["CUDA_VISIBLE_DEVICES"] == "7"
-    assert alone[1:] == [str(compare.ROOT / "train.py"), "--seed=1"]
+    assert alone[1:] == [str(ROOT / "train.py"), "--seed=1"]
     assert cpu["OMP_NUM_THREADS"] == "4" and "CUDA_VISIBLE_DEVICES" not in cpu
     assert torchrun[2] == "torch.distributed.run" and "--nproc_per_node=2" in torchrun
     assert gpu["OMP_NUM_THREADS"] == "3" and gpu["CUDA_VISIBLE_DEVICES"] == "2,3"
 
 
-@pytest.mark.parametrize("name", ["shakespeare", "pydocs"])
-def test_the_readme_prints_what_the_results_say(name):
-    lines = (compare.ROOT / "README.md").read_text().splitlines()
-    for entry in json.loads((compare.ROOT / "results" / name / "results.json").read_text())["rows"]:
-        cells = dict(zip(compare.HEADER, compare.table_row(entry), strict=True))
-        rows = [line for line in lines if line.startswith(f"| {cells['row']} ")]
-        assert any(cells["loss"] in line and cells["Δ loss"] in line for line in rows), cells
+# --- the results in the repository ------------------------------------------------------------------------------------
+
+RESULTS = sorted(path.parent for path in (ROOT / "results").glob("*/results.json") if (path.parent / "runs").is_dir())
 
 
-# report.py
+@pytest.mark.parametrize("folder", RESULTS, ids=lambda folder: folder.name)
+def test_results_are_made_from_their_records(folder, tmp_path, monkeypatch):
+    """The tables in the repository, made again; records of before can be read."""
+    no_pictures(monkeypatch)
+    copy = shutil.copytree(folder, tmp_path / folder.name)
+    assert call(monkeypatch, copy).startswith("| row ")
+    for name in ("README.md", "results.json", "results.csv"):
+        assert (copy / name).read_bytes() == (folder / name).read_bytes(), name
 
 
-def test_report_of_finished_runs(sittings, monkeypatch, capsys):
-    folders = [sittings.out / "baseline-seed1", sittings.out / "method3_2-seed1"]
-    main(monkeypatch, report, *folders)
-    printed = capsys.readouterr().out
-    for folder in folders:
-        results = json.loads((folder / "eval_results.json").read_text())
-        row = next(line for line in printed.splitlines() if line.startswith(f"| {folder.name}"))
-        assert f"{results['eval_loss']:.4f}" in row and f"{results['eval_accuracy']:.4f}" in row
-        check_picture(folder / "loss.png")
-    assert (folders[1] / "residual_weights.txt").read_text() in printed
-    check_picture(folders[1] / "residual_weights.png")
-    check_picture(sittings.out / "loss.png")
-    assert not (folders[0] / "residual_weights.png").exists()
-
-
-def test_report_of_a_folder_without_a_run(tmp_path):
-    process = command("report.py", tmp_path)
-    stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 2 and stdout == ""
-    assert stderr == f"error: {tmp_path} holds no run: there is no ckpt.pt in it\n"
-
-
-def test_report_of_a_run_that_is_being_written(sittings, tmp_path, monkeypatch, capsys):
-    run = shutil.copytree(sittings.out / "baseline-seed1", tmp_path / "run")
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"step": 6')
-    main(monkeypatch, report, run)
-    assert f"| {run.name}" in capsys.readouterr().out
-    (run / "loss.png").unlink()
-    (run / "loss.png").mkdir()
-    _, stderr = command("report.py", run).communicate(timeout=60)
-    assert re.fullmatch(r"error: .*loss.png'?\n", stderr)
-
-
-def test_the_notes_weights():
-    """Softmax of the raw weights gives the normalised ones that are printed beside them."""
-    square = report.notes_weights()
-    assert square[1, :2] == pytest.approx([0.30925, 0.69075], abs=1e-4)
-    assert square[5, :6] == pytest.approx([0.17115, 0.03788, 0.02855, 0.03999, 0.10544, 0.61699], abs=1e-4)
-    assert square[11, [0, 6, 11]] == pytest.approx([0.02096, 0.03889, 0.43266], abs=1e-4)
-    assert np.nansum(square, axis=1)[1:] == pytest.approx(1) and np.isnan(square[0]).all()
-
-
-def test_labels_are_moved_apart():
-    places = report.spread([0.0, 0.01, 0.5, 0.52, 0.53, 0.99], gap=0.05)
-    assert np.diff(places).min() >= 0.05 - 1e-9 and places[0] >= 0 and places[-1] <= 1
-    assert places[3] == pytest.approx((0.5 + 0.52 + 0.53) / 3)  # a crowd spreads around its middle
-    assert report.spread([0.2, 0.8], gap=0.05) == [0.2, 0.8]
-    for wishes in ([0.0, 0.01, 0.02, 0.12], [0.1] * 12 + [0.45], [0.9, 0.98, 0.99, 1.0], [0.5] * 20):  # at the edges
-        places = report.spread(wishes, gap=0.05)
-        assert np.diff(places).min() >= 0.05 - 1e-9 and places[0] >= -1e-9 and places[-1] <= 1 + 1e-9
+def test_the_readme_prints_what_the_results_say():
+    """Every cell of a table of rows in README.md is that of the results which its section names first."""
+    checked = 0
+    for section in (ROOT / "README.md").read_text().split("\n## "):
+        named = [folder for folder in re.findall(r"results/(\w+)", section) if ROOT / "results" / folder in RESULTS]
+        lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line[:1] == "|"]
+        if not named or lines[0][0] != "row":
+            continue
+        header, _, *cells = lines
+        entries = json.loads((ROOT / "results" / named[0] / "results.json").read_text())["rows"]
+        for line in cells:
+            (entry,) = (entry for entry in entries if tables.row_cell(entry) == line[0])
+            known = {name: cell for name, cell in zip(header, line, strict=True) if name in tables.COLUMNS}
+            assert known == {name: tables.COLUMNS[name](entry) for name in known} and len(known) > 2
+            checked += 1
+    assert checked

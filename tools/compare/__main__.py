@@ -28,7 +28,7 @@ from tools.compare.records import check_same, read_speeds
 from tools.compare.results import Results
 from tools.compare.rows import DEFAULT_ROWS, open_scale, parse
 from tools.compare.runs import Queue, Run, collect, make_folders
-from tools.compare.tuning import TUNING_SEED, Tuning
+from tools.compare.tuning import TUNING_SEED, Tuning, known_rates
 from train import ROOT, SETTINGS
 
 
@@ -39,6 +39,7 @@ class CompareConfig:
     modes: str = "all"  # rows with commas between them; all: DEFAULT_ROWS
     seeds: str = "1,2,3"  # a seed is the same data in the same order for every row
     learning_rates: tuple | None = None  # try these for each row with seed 0 and take the best; None: learning_rate
+    rates_from: str | None = None  # a folder of results: the rates that its search found for these rows
     contrasts: str | None = None  # ROW (against the baseline) or ROW:ROW, to be tested; None: CONTRASTS
     results_dir: str | None = None  # None: results/NAME. Likewise out_dir: what holds the runs' own folders
     # this machine
@@ -81,6 +82,7 @@ def check(s, seeds):
     if s.learning_rates is not None:
         good = len(set(s.learning_rates)) > 1 and min(s.learning_rates) > 0
         refuse(not good, "learning_rates must be several numbers above 0; --learning_rate is one for all rows")
+        refuse(s.rates_from, "learning_rates and rates_from contradict each other: leave one out")
         refuse(TUNING_SEED in seeds, f"seed {TUNING_SEED} is for the search for learning rates: choose others")
     refuse(min(seeds) < 0, f"seeds must not be negative, not {s.seeds}")
     refuse(s.flops_per_second is not None and s.flops_per_second <= 0, "flops_per_second must be more than 0")
@@ -108,13 +110,13 @@ def find_rates(tuning, s, failed):
     return tuning.rates()
 
 
-def check_records(results, scale, tuned):
-    """Refuse records of other settings; those of tuned rows are checked once the rates are known."""
+def check_records(results, scale):
+    """Refuse records of other settings; their rates are checked once those are known."""
     for record in results.records:
         row, seed = record["row"], record["seed"]
         now = scale.settings(scale.changes(row) | {"seed": seed}).as_dict()
         where = results.runs / f"{row}-seed{seed}.json"
-        check_same(record, now, scale.data, where, ignore=["learning_rate"] * tuned)
+        check_same(record, now, scale.data, where, ignore=["learning_rate"])
 
 
 def check_rates(results, rates):
@@ -122,7 +124,8 @@ def check_rates(results, rates):
         row, rate = record["row"], record["settings"]["learning_rate"]
         other = rates.get(row, rate) != rate
         where = results.runs / f"{row}-seed{record['seed']}.json"
-        refuse(other, f"{where} was made at the rate {rate:g}, but the search says {rates.get(row)}: remove it")
+        words = f"learning_rate is {rate} there and {rates.get(row)} here; choose another --name or remove it"
+        refuse(other, f"{where} was made under other settings: {words}")
 
 
 def warn_of_other_code(results, runs):
@@ -138,6 +141,7 @@ def command_text(s, rows, seeds):
     own = tuple(f"--{key}=" for key in [*OWN_KEYS, "out_dir"])
     shared = [argument for argument in sys.argv[1:] if not argument.startswith(own)]
     which = [f"--modes={','.join(rows)}", f"--seeds={','.join(map(str, seeds))}"]
+    which += [f"--rates_from={s.rates_from}"] if s.rates_from else []
     which += [f"--learning_rates={','.join(f'{rate:g}' for rate in s.learning_rates)}"] if s.learning_rates else []
     return shlex.join(["python", "-m", "tools.compare", *shared, *which, f"--name={s.name}"])
 
@@ -145,9 +149,11 @@ def command_text(s, rows, seeds):
 def train(s, scale, rows, seeds, results, out_dir):
     """The rows' learning rates, then the seeds."""
     rates = dict.fromkeys(rows, scale.plain.learning_rate)
+    if s.rates_from:
+        rates = known_rates(rows, Path(s.rates_from))
     if s.learning_rates:
         rates = find_rates(Tuning(scale, rows, s.learning_rates, out_dir, results.runs), s, results.failed)
-        check_rates(results, rates)
+    check_rates(results, rates)
     runs = [
         Run(scale, row, seed, rates[row], f"{row}-seed{seed}", out_dir, results.runs)
         for seed in seeds  # whole seeds first
@@ -192,7 +198,7 @@ def main():
         return
     results = Results(results_dir, s.name)
     results.contrasts = named
-    check_records(results, scale, tuned=s.learning_rates is not None)
+    check_records(results, scale)
     foreign = (results_dir / "README.md").exists() and not (results_dir / "results.json").exists()
     refuse(foreign, f"{results_dir} holds a README.md that is not of a comparison: choose another results_dir")
     make_folders(results.runs, out_dir)

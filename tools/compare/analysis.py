@@ -184,7 +184,8 @@ def training_flops(record):
 
 def speed_of(record, speeds):
     """The row's measured speed, if it is one of this model: a baseline of another length steps as the baseline."""
-    speed, settings = speeds.get(row_of_same_step(record["row"])), record["settings"]
+    row, settings = record["row"], record["settings"]
+    speed = speeds.get(row) or speeds.get(row_of_same_step(row))
     others = {"seed", "epochs", "max_steps", "eval_every", "dtype", "learning_rate"}  # which change no step
     if not speed or any(speed["settings"].get(key, settings[key]) != settings[key] for key in settings.keys() - others):
         return dict.fromkeys(("tokens_per_second", "relative", "memory", "threads"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from lib.errors import refuse
+from lib.errors import UserError
 from lib.files import read_json, write_json
 from lib.plots import markdown_table
 from lib.run import read_metrics
@@ -32,7 +32,8 @@ def measure(scale, rows, seed, s, path):
             log = Path(folder) / "log"
             process = start_process(scale.options(scale.changes(row) | changes), s, 0, log)
             try:
-                refuse(process.wait(), f"{row} could not be measured: {last_words(log)}", status=1)
+                if process.wait():
+                    raise UserError(f"{row} could not be measured: {last_words(log)}", status=1)
             finally:
                 stop([process])
             lines = [line for line in read_metrics(folder) if "tokens_per_sec" in line]

@@ -31,7 +31,7 @@ from train import SETTINGS, check_settings
 CONTROLS = ("deeper", "longer", "looped")
 MATCHED = "method3_2"  # what a control without a name costs
 FAST = 10.0
-SET_HERE = "overwrite stop_at eval_only seed residual_mode recompute reruns residual_start loops sample_tokens".split()
+SET_HERE = "overwrite stop_at eval_only seed residual_mode recompute reruns residual_start loops".split()
 # in the order in which they are trained, seed by seed: the baseline, contrasts and controls first
 DEFAULT_ROWS = (
     "baseline method3_2 method4_2 method3_1-stored method3_2-1 mudd hc looped longer deeper "

@@ -236,7 +236,8 @@ class Queue:
                 record = run.finish_diverged()
                 self.bar.write(f"{run.name} diverged: {record['diverged']}")
             else:
-                refuse(status, f"exit status {status}, {last_words(run.log)}")
+                if status:
+                    raise UserError(f"exit status {status}, {last_words(run.log)}")
                 record = run.finish()
                 self.bar.write(f"{run.name}: validation loss {record['loss']:.4f}, best {record['best_loss']:.4f}")
         except (UserError, OSError) as error:

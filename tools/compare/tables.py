@@ -157,7 +157,10 @@ def machines_text(records):
     """What the runs were made on and with."""
     machines = [record["machine"] for record in records if record.get("machine")]
     if not machines:
-        return "The records are of before they said on what they were made."
+        versions = len({record["code"] for record in records})
+        return (
+            f"The records, of {versions} version{'s' * (versions > 1)} of the code, do not say on what they were made."
+        )
     dates = sorted(record["date"][:10] for record in records)
     parts = [
         together(f"{m['processor']} ({m['device']}, {m['dtype']})" for m in machines),

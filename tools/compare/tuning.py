@@ -6,6 +6,7 @@ worst.
 
 import math
 
+from lib.errors import refuse
 from tools.compare.records import check_same, read_records
 from tools.compare.rows import row_to_tune
 from tools.compare.runs import Run
@@ -78,3 +79,11 @@ class Tuning:
             if not rates_to_try(self.grid, losses) and min(losses.values()) < math.inf:
                 found[row] = best_rate(losses)
         return found
+
+
+def known_rates(rows, folder):
+    """{row: rate} that the search in another folder of results found."""
+    losses, _ = tuning_losses(read_records(folder / "runs" / "tuning")[0])
+    without = [row for row in rows if min(losses.get(row_to_tune(row), {}).values(), default=math.inf) == math.inf]
+    refuse(without, f"{folder} has no learning rate of {', '.join(without)}: choose other rows, or search")
+    return {row: best_rate(losses[row_to_tune(row)]) for row in rows}
