@@ -360,7 +360,10 @@ class GPT(nn.Module):
         start, limit = (cache.position, cache.length) if cache else (0, self.config.block_size)
         end = start + idx.size(1)
         refuse(end > limit, f"{end} tokens do not fit into {'the cache' if cache else 'block_size'}={limit}")
-        refuse(cache and cache.batch != len(idx), f"a batch of {len(idx)} does not fit to that of the cache")
+        refuse(
+            cache and cache.batch != len(idx),
+            f"a batch of {len(idx)} does not fit to the cache's {cache and cache.batch}",
+        )
         positions = torch.arange(start, end, device=idx.device)
         x, rope, mask = self.wte(idx), None, None
         if self.wpe is not None:

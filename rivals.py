@@ -238,7 +238,7 @@ def hyper_connections(connections):
                 # the sub-layer's input and the mixed streams: n + 1 sums of the n streams
                 both = matmul(torch.cat((read.unsqueeze(-2), mix.transpose(-1, -2)), dim=-2), H)
                 h, H = both[:, :, 0], both[:, :, 1:]
-                H = H + write.unsqueeze(-1) * sublayer(m, h).unsqueeze(2).type_as(e)
+                H = H + write.unsqueeze(-1) * sublayer(m, h).unsqueeze(2)
         return H.mean(dim=2)
 
     return run
