@@ -274,7 +274,7 @@ class Comparison(File):
         entry = {key: number(row.get(key)) for key in ROW_NUMBERS}
         entry |= {key: [number(value) for value in row[key]] for key in ("loss", "accuracy")}  # mean, deviation
         difference = row["difference"] or {}
-        entry["difference"] = [number(difference.get("mean")), number(difference.get("error"))]
+        entry["difference"] = [number(difference.get("mean")), number(difference.get("half"))]
         for key in ("worth_flops", "worth_time"):
             worth = row.get(key) or {}
             entry[key] = [number(worth.get("mean")), text(worth.get("bound"))]
