@@ -989,7 +989,20 @@ def test_a_signal_within_an_evaluation(step, capped, tmp_path):
     assert (tmp_path / "run/eval_results.json").exists() == (step == 6 and not capped)
     good("train.py", *tiny(tmp_path / "run", **args))
     assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert load_checkpoint(tmp_path / "run/ckpt_prev.safetensors").step == 4
     assert "finished" in good("train.py", *tiny(tmp_path / "run", **args))
+
+
+def test_a_kill_behind_the_evaluation_that_a_signal_had_cut_short(tmp_path):
+    """The line is written, the checkpoint with the new best loss is not yet: it is known all the same."""
+    stop = "import os, signal; from model import GPT; score = GPT.score\ndef stopped(self, x, y):\n"
+    stop += "    os.kill(os.getpid(), signal.SIGTERM)\n    return score(self, x, y)\nGPT.score = stopped"
+    assert run("train.py", *tiny(tmp_path), before=stop).status == 143
+    killed = "import os, lib.run\nlib.run.RunFolder.save = lambda *_: os._exit(9)"
+    assert run("train.py", *tiny(tmp_path), before=killed).status == 9
+    good("train.py", *tiny(tmp_path, stop_at=4))
+    (loss,) = [line["eval_loss"] for line in metrics(tmp_path) if "eval_loss" in line]
+    assert load_checkpoint(tmp_path / "ckpt.safetensors").best_loss == loss
 
 
 # learning
