@@ -159,7 +159,10 @@ def load_pretrained(cls, name_or_dir, overrides):
     names = tensor_names(family, config.n_layer) if family.modules else [(name, [name]) for name in found]
     for theirs, ours in names:
         if theirs in found:
-            state.update(zip(ours, transposed(theirs, found.pop(theirs)).chunk(len(ours)), strict=False))
+            tensor = transposed(theirs, found.pop(theirs))
+            state.update(
+                zip(ours, tensor.chunk(len(ours)) if len(ours) > 1 and tensor.dim() else [tensor], strict=False)
+            )
     refuse(found, f"{folder} has a tensor {min(found, default='')!r} that a {family.architecture} does not have")
     if config.tie_weights and "wte.weight" in state:
         embedding = state["wte.weight"]
@@ -210,7 +213,7 @@ def tensor_names(family, n_layer):
 
 def transposed(theirs, tensor):
     """GPT-2's c_… modules are Conv1D, whose weight is (in, out); Linear's is (out, in)."""
-    return tensor.T if ".c_" in theirs and theirs.endswith("weight") else tensor
+    return tensor.T if ".c_" in theirs and tensor.dim() == 2 else tensor
 
 
 # config.json

@@ -404,6 +404,10 @@ def test_refused_tensors(saved):
         _, folder = saved("llama")
         edit_weights(folder, change)
         refused(folder, word, "h.1.mlp.up.weight" if word in ("absent", "(24, 32)") else "layers.1.mlp.up_proj.weight")
+    for odd in (torch.ones(()), torch.ones(32, 3, 32), torch.ones(7), torch.ones(0, 96)):
+        _, folder = saved("gpt2")
+        edit_weights(folder, lambda t: t.update({"transformer.h.1.attn.c_attn.weight": odd}))  # noqa: B023
+        refused(folder, "h.1.attn.")
     _, folder = saved("llama")
     edit_weights(folder, lambda t: t.update({"model.layers.1.mlp.extra": torch.ones(1)}))
     refused(folder, "layers.1.mlp.extra")
