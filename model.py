@@ -357,13 +357,9 @@ class GPT(nn.Module):
 
     def embed(self, idx, cache=None):
         """x (B, T, C), and for the positions of idx the rope tables and, if several tokens join a cache, the mask."""
-        start, limit = (cache.position, cache.length) if cache else (0, self.config.block_size)
-        end = start + idx.size(1)
-        refuse(end > limit, f"{end} tokens do not fit into {'the cache' if cache else 'block_size'}={limit}")
-        refuse(
-            cache and cache.batch != len(idx),
-            f"a batch of {len(idx)} does not fit to the cache's {cache and cache.batch}",
-        )
+        start = cache.start_of(idx) if cache else 0
+        end, limit = start + idx.size(1), self.config.block_size
+        refuse(end > limit, f"{end} tokens do not fit into block_size={limit}")
         positions = torch.arange(start, end, device=idx.device)
         x, rope, mask = self.wte(idx), None, None
         if self.wpe is not None:

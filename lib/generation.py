@@ -16,6 +16,13 @@ class Cache:
     def __init__(self, batch, length):
         self.batch, self.length, self.position, self.entries = batch, length, 0, {}
 
+    def start_of(self, idx):
+        """The position at which new tokens idx (B, T) begin, if there is room for them."""
+        end = self.position + idx.size(1)
+        refuse(end > self.length, f"{end} tokens do not fit into the cache={self.length}")
+        refuse(len(idx) != self.batch, f"a batch of {len(idx)} does not fit to the cache's {self.batch}")
+        return self.position
+
     def entry(self, *key):
         return self.entries.setdefault(key, CacheEntry(self))
 
