@@ -570,6 +570,10 @@ def test_browser_selects_sorts_filters_and_switches(visit, real_runs, tmp_path):
     write(tmp_path / "page", real_runs, tmp_path / "results")
     page = visit(tmp_path / "page/index.html")
     assert page.locator("#runs tbody tr").count() == 2 + 3 * len(ROWS)
+    buttons = page.eval_on_selector_all(".modebar-btn", "buttons => buttons.map(one => one.dataset.title)")
+    assert buttons and not [
+        title for title in buttons if "loud" in title or "hare" in title
+    ]  # plotly's own would upload
     # filter by words and by state
     page.fill("#filter", "method3 SEED2")
     assert sorted(names(page)) == ["method3_1-seed2", "method3_2-seed2"]
