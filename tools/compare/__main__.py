@@ -167,9 +167,7 @@ def train(s, scale, rows, seeds, results, out_dir):
     with contextlib.redirect_stdout(sys.stderr if s.print else sys.stdout):  # which is for the commands
         results.show()
         if without:
-            print(
-                f"without a learning rate, since runs of the search are missing or all diverged: {', '.join(without)}"
-            )
+            print(f"without a learning rate: {', '.join(without)}: runs of the search are missing, or all diverged")
     failed = [run.name for run in runs if run.name in results.failed] + without
     refuse(failed and not s.print, f"{len(failed)} of {len(runs) + len(without)} runs failed: {', '.join(failed)}", 1)
 
@@ -197,7 +195,7 @@ def main():
         print(plan(scale, rows, seeds, s.learning_rates, speeds, s.flops_per_second))
         return
     results = Results(results_dir, s.name)
-    results.contrasts = named
+    results.name_contrasts(named, asked=s.contrasts is not None)
     check_records(results, scale)
     foreign = (results_dir / "README.md").exists() and not (results_dir / "results.json").exists()
     refuse(foreign, f"{results_dir} holds a README.md that is not of a comparison: choose another results_dir")

@@ -32,7 +32,8 @@ def kind(record):
 def one_kind(records):
     """The records of the kind that most are of, at a tie of the newest, and lines that name the others."""
     counts = Counter(map(kind, records))
-    newest = {kind(record): record.get("date", "") for record in sorted(records, key=lambda r: r.get("date", ""))}
+    dates = sorted((record.get("date") or "", kind(record)) for record in records)
+    newest = {one: date for date, one in dates}
     main = max(counts, key=lambda one: (counts[one], newest[one]))
     lines = []
     for other in (other for other in counts if other != main):
@@ -232,7 +233,7 @@ def summarize(records, speeds):
                 "threads": speed["threads"],
                 "loss": loss,
                 "best_loss": mean_sd([record["best_loss"] for record in group]),
-                "perplexity": math.exp(loss[0]),
+                "perplexity": math.exp(min(loss[0], 700)),
                 "bits_per_byte": statistics.fmean(map(bits_per_byte, group)),
                 "accuracy": mean_sd([record["accuracy"] for record in group]),
                 "difference": difference(group, baselines) if row != "baseline" else None,

@@ -56,12 +56,12 @@ def weight_panels(row, group):
     squares = [
         weight_square([layer["weights"] and layer["weights"]["raw"] for layer in record["weights"]])
         for record in group
-        if isinstance(record["weights"], list)
+        if isinstance(record.get("weights"), list)
     ]
     if not squares:
         return []
     panels = [(f"{row}, %, mean of {len(squares)}" if len(squares) > 1 else f"{row}, %", np.mean(squares, axis=0))]
-    model = [group[0]["settings"][key] for key in ("residual_mode", "recompute", "n_layer", "n_embd")]
+    model = [group[0]["settings"].get(key) for key in ("residual_mode", "recompute", "n_layer", "n_embd")]
     if model == ["method3_2", False, 12, 768] and "wikitext" in group[0]["data"]["source"].lower():
         panels.append(("the notes' run, %", notes_weights()))
     return panels

@@ -43,7 +43,7 @@ MOST_BYTES = 1 << 24
 def shared_settings(settings):
     """Of all settings those that records share. A pretrained model's folder is known by its name, wherever it is."""
     kept = {key: settings[key] for key in SAME_KEYS}
-    return json.loads(json.dumps(kept | {"init_from": Path(kept["init_from"]).name}))  # a tuple is a list there
+    return json.loads(json.dumps(kept | {"init_from": Path(str(kept["init_from"])).name}))  # a tuple is a list there
 
 
 def make_record(folder, row, seed):
@@ -101,7 +101,7 @@ def write_record(path, record):
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read_records(folder):
+def read_records(folder, may_diverge=False):
     """All records of a folder, and lines about those of rows that this clone does not know."""
     records, lines = [], []
     for path in sorted(Path(folder).glob("*.json")):
@@ -114,7 +114,8 @@ def read_records(folder):
         if isinstance(record.get("row"), str) and not is_known(record["row"]):
             lines.append(f"Left out: {path.name}, whose row {record['row']!r} this clone does not know")
             continue
-        refuse(not good and not holds(record, DIVERGED), f"{path} {advice}")
+        good = good or (may_diverge and holds(record, DIVERGED))
+        refuse(not good, f"{path} {advice}")
         records.append(record)
     return records, lines
 
@@ -154,6 +155,8 @@ def holds(value, shape):
     return isinstance(value, dict) and all(holds(value.get(key), part) for key, part in shape.items())
 
 
+MACHINE = {"compile": lambda value: isinstance(value, bool)}
+MACHINE |= dict.fromkeys(("device", "processor", "dtype", "torch"), text)
 RECORD = {
     "row": text,
     "seed": whole,
@@ -161,7 +164,7 @@ RECORD = {
     "settings": {"n_layer": whole, "learning_rate": number, "n_embd": whole, "n_head": whole, "batch_tokens": whole}
     | {"block_size": whole},
     "data": {"val_tokens": above, "val_bytes": above, "train_tokens": above, "source": text},
-    "machine": maybe(lambda value: holds(value, {key: text for key in ("device", "processor", "dtype", "torch")})),
+    "machine": maybe(lambda value: holds(value, MACHINE)),
     "date": maybe(text),
     "commit": maybe(text),
     "parameters": whole,
@@ -179,7 +182,7 @@ SPEED["settings"] = lambda value: isinstance(value, dict)
 
 def is_series(record):
     """Whether what belongs together is of one length: the curve's points, the weights of a layer, a mixing's cells."""
-    curve, mixing, layers = record["curve"], record.get("depth_mixing"), record["weights"]
+    curve, mixing, layers = record["curve"], record.get("depth_mixing"), record.get("weights")
     good = len({len(points) for points in curve.values()}) == 1 and min(curve["tokens"]) > 0 < min(curve["flops"])
     for m, layer in enumerate(layers if isinstance(layers, list) else []):
         good = good and isinstance(layer, dict) and "weights" in layer

@@ -18,7 +18,7 @@ class Results:
         self.check_rows()
         self.speeds = read_speeds(self.folder / "speed.json")
         before = read_results(self.folder / "results.json")
-        self.commands, self.contrasts = before["commands"], before["named_contrasts"]
+        self.commands, self.contrasts = before["commands"], before["named_contrasts"]  # None: not named yet
         self.failed = {name: words for name, words in before["failed"].items() if not self.has(name)}
 
     def check_rows(self):
@@ -30,6 +30,13 @@ class Results:
                 check_same(record, DEFAULTS | one["settings"], self.records[0]["data"], where, ignore=["seed"])
                 same = record["curve"]["tokens"] == one["curve"]["tokens"]
                 refuse(not same, f"{where} was evaluated at other steps than seed {one['seed']}: remove one of them")
+
+    def name_contrasts(self, names, asked):
+        """Before the first record; later ones are the same, since they would be chosen by what is seen."""
+        if self.contrasts is None:
+            self.contrasts = names
+        other = asked and self.contrasts != names
+        refuse(other, f"the contrasts of {self.folder} are named already, in its results.json: leave --contrasts out")
 
     def has(self, name):
         return any((folder / f"{name}.json").exists() for folder in (self.runs, self.runs / "tuning"))
@@ -47,11 +54,11 @@ class Results:
             "commands": self.commands,
             "rows": summarize(records, self.speeds),
             "named_contrasts": self.contrasts,
-            "contrasts": contrasts(by_row(records), self.contrasts),
+            "contrasts": contrasts(by_row(records), self.contrasts or []),
             "left_out": self.unknown + lines,
             "failed": self.failed,
         }
-        tuning = tuning_losses(read_records(self.runs / "tuning")[0])
+        tuning = tuning_losses(read_records(self.runs / "tuning", may_diverge=True)[0])
         pictures = {name: words for name, words in PICTURES.items() if (self.folder / f"{name}.png").exists()}
         readme = readme_text(self.name, results, records, tuning, pictures)
         write_whole(self.folder / "README.md", readme.encode())
@@ -74,11 +81,14 @@ class Results:
 
 def read_results(path):
     """What results.json said before: commands, contrasts and failures; the rest is made anew."""
-    results = {"commands": [], "named_contrasts": [], "failed": {}} | (read_json(path) if path.exists() else {})
+    results = {"commands": [], "named_contrasts": None, "failed": {}}
+    if path.exists():
+        results |= {"named_contrasts": []} | read_json(path)
     if text(results.get("command")):  # of before
         results["commands"] = [results["command"].replace("python compare.py", "python -m tools.compare")]
     failed, named = results["failed"], results["named_contrasts"]
     good = is_list(text)(results["commands"]) and isinstance(failed, dict) and all(map(text, failed.values()))
-    good = good and is_list(is_list(text))(named) and {len(pair) for pair in named} <= {2}
+    good = good and (named is None or (is_list(is_list(text))(named) and {len(pair) for pair in named} <= {2}))
     refuse(not good, f"{path} is damaged: remove it, and it is made again from the records")
+    results["named_contrasts"] = named and [tuple(pair) for pair in named]
     return results

@@ -161,7 +161,7 @@ def machines_text(records):
         return (
             f"The records, of {versions} version{'s' * (versions > 1)} of the code, do not say on what they were made."
         )
-    dates = sorted(record["date"][:10] for record in records)
+    dates = sorted(str(record.get("date"))[:10] for record in records)
     parts = [
         together(f"{m['processor']} ({m['device']}, {m['dtype']})" for m in machines),
         f"torch {together(m['torch'] for m in machines)}",

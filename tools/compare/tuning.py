@@ -58,7 +58,7 @@ class Tuning:
 
     def missing(self):
         """The runs that are next, of all rows, after a look at what is there."""
-        records, _ = read_records(self.records_dir)
+        records, _ = read_records(self.records_dir, may_diverge=True)
         for record in records:
             now = self.scale.settings(self.scale.changes(record["row"])).as_dict()
             where = f"the tuning of {record['row']} in {self.records_dir}"
@@ -83,7 +83,7 @@ class Tuning:
 
 def known_rates(rows, folder):
     """{row: rate} that the search in another folder of results found."""
-    losses, _ = tuning_losses(read_records(folder / "runs" / "tuning")[0])
+    losses, _ = tuning_losses(read_records(folder / "runs" / "tuning", may_diverge=True)[0])
     without = [row for row in rows if min(losses.get(row_to_tune(row), {}).values(), default=math.inf) == math.inf]
     refuse(without, f"{folder} has no learning rate of {', '.join(without)}: choose other rows, or search")
     return {row: best_rate(losses[row_to_tune(row)]) for row in rows}
