@@ -160,7 +160,8 @@ def kill_preparation(folder, chance):
     return outcome
 
 
-COMPARED = {
+COMPARED = {key: value for key, value in TINY.items() if key != "sample_tokens"}  # which it sets itself
+COMPARED |= {
     "n_layer": 2,
     "max_steps": 40,
     "eval_every": 20,
@@ -171,9 +172,12 @@ COMPARED = {
 NO_PICTURES = "import tools.compare.results; tools.compare.results.plot_all = lambda *_: None"
 
 
+def compare_options(folder):
+    return options(**COMPARED, dataset=dataset(), out_dir=folder / "out", results_dir=folder / "results")
+
+
 def start_comparison(folder, jobs=1):
-    settings = TINY | {"dataset": dataset(), "out_dir": folder / "out", "results_dir": folder / "results", "jobs": jobs}
-    return start("tools.compare.__main__", *options(**settings | COMPARED), before=NO_PICTURES)
+    return start("tools.compare.__main__", *compare_options(folder), f"--jobs={jobs}", before=NO_PICTURES)
 
 
 def read_records(folder):
@@ -496,7 +500,7 @@ def any_command_line(folder, chance):
         args = random_options(
             chance, (CompareConfig, *SETTINGS), ("out_dir", "results_dir", "print", "measure"), most=2
         )
-        args = [*tiny(folder / "out"), f"--results_dir={folder}", "--modes=baseline,method3_2", *args, "--plan=True"]
+        args = [*compare_options(folder), *args, "--plan=True"]
     process = run(script, *args)
     if process.status == 1:  # settings that are right and make nan
         check_error(process, "stopped", status=1)
