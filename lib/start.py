@@ -87,14 +87,19 @@ def start_training(s, machine, folder, data, checkpoint):
     return Training(model, optimizer, scaler, checkpoint.step, checkpoint.seconds, checkpoint.best_loss)
 
 
+def padded_vocab(n_vocab):
+    """Rounded up to a multiple of 64, for speed."""
+    return -(-n_vocab // 64) * 64
+
+
 def new_model(s, n_vocab):
-    """From Hugging Face weights, or from scratch with a vocabulary rounded up to a multiple of 64 for speed."""
+    """From Hugging Face weights, or from scratch with a padded vocabulary."""
     torch.manual_seed(seed_for(s.seed, "init"))
     settings = {field.name: getattr(s, field.name) for field in fields(GPTConfig)}
     if s.init_from != "scratch":
         return GPT.from_pretrained(s.init_from, **{key: settings[key] for key in settings if key in s.given})
     if "vocab_size" not in s.given:
-        settings["vocab_size"] = -(-n_vocab // 64) * 64
+        settings["vocab_size"] = padded_vocab(n_vocab)
     config = GPTConfig(**settings)
     # a lower bound in boundless integers: what cannot fit would fill the memory first, and a layer is also Python
     weights = config.n_embd * (config.vocab_size + config.n_layer * (config.n_embd + config.ffn_hidden))

@@ -358,6 +358,10 @@ def test_records_of_many_machines(calls, tmp_path, monkeypatch):
     assert json.loads((folder / "results.json").read_text())["rows"][1]["seeds"] == [1, 2, 3]
     assert "1 of 5 runs compiled" in (folder / "README.md").read_text()
 
+    (folder / "runs/copy.json").write_text(json.dumps(merged))
+    with pytest.raises(UserError, match="two records of method3_2 with one seed"):
+        call(monkeypatch, folder)
+    (folder / "runs/copy.json").unlink()
     merged["settings"]["learning_rate"] = 0.5
     (folder / "runs/method3_2-seed3.json").write_text(json.dumps(merged))
     with pytest.raises(UserError, match=r"learning_rate is 0\.5 there and 0\.002 here"):
@@ -740,7 +744,8 @@ def test_worth():
     assert entry["mean"] == pytest.approx(scipy.stats.gmean([4 / 2, 2.5 / 2, 3 / 2]))
     assert tables.show_worth(entry) == f"> {entry['mean']:.2f} (1 of 3 outside)"
     method[1] = record("method3_2", 2, loss(0.3, 2), flops=200)
-    assert tables.show_worth(analysis.worth(method, baselines, analysis.training_flops)).startswith("? ")
+    both = analysis.worth(method, baselines, analysis.training_flops)
+    assert both["bound"] == "both" and tables.show_worth(both) == "– (2 of 3 outside)"
     del method[0]
     assert analysis.worth(method, baselines, analysis.training_flops)["bound"] == "below"
     assert analysis.worth(method, baselines[:3], analysis.training_flops) is None  # one length is no curve

@@ -65,13 +65,13 @@ def listed(text, what, kind):
         raise UserError(f"{what} must be {kind.__name__}s with commas between them, not {text!r}") from None
 
 
-def row_name(text):
+def checked_row(text):
     return str(parse(text))
 
 
 def contrast(text):
     row, _, against = text.partition(":")
-    return row_name(row), row_name(against or "baseline")
+    return checked_row(row), checked_row(against or "baseline")
 
 
 def check(s, seeds):
@@ -181,7 +181,7 @@ def main():
     if s.folders:
         return
 
-    rows = DEFAULT_ROWS if s.modes == "all" else listed(s.modes, "modes", row_name)
+    rows = DEFAULT_ROWS if s.modes == "all" else listed(s.modes, "modes", checked_row)
     seeds = listed(s.seeds, "seeds", int)
     named = listed(",".join(CONTRASTS) if s.contrasts is None else s.contrasts, "contrasts", contrast)
     s.name = s.name or "-".join(Path(file).stem for file in s.files) or "default"

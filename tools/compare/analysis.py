@@ -187,7 +187,15 @@ def speed_of(record, speeds):
     """The row's measured speed, if it is one of this model: a baseline of another length steps as the baseline."""
     row, settings = record["row"], record["settings"]
     speed = speeds.get(row) or speeds.get(row_of_same_step(row))
-    others = {"seed", "epochs", "max_steps", "eval_every", "dtype", "learning_rate"}  # which change no step
+    others = {
+        "seed",
+        "epochs",
+        "max_steps",
+        "eval_every",
+        "eval_tokens",
+        "dtype",
+        "learning_rate",
+    }  # which change no step
     if not speed or any(speed["settings"].get(key, settings[key]) != settings[key] for key in settings.keys() - others):
         return dict.fromkeys(("tokens_per_second", "relative", "memory", "threads"))
     return speed

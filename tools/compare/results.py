@@ -1,10 +1,11 @@
 """A folder of results: the records in it, and the tables and pictures that are made from them."""
 
+from collections import Counter
 from pathlib import Path
 
 from lib.errors import refuse
 from lib.files import read_json, write_json, write_whole
-from tools.compare.analysis import by_row, contrasts, one_kind, summarize
+from tools.compare.analysis import by_row, contrasts, kind, one_kind, summarize
 from tools.compare.pictures import PICTURES, plot_all
 from tools.compare.records import DEFAULTS, check_same, is_list, read_records, read_speeds, text
 from tools.compare.tables import full_table, readme_text, terminal_table, write_csv
@@ -24,7 +25,8 @@ class Results:
     def check_rows(self):
         """Refuse records of one row that cannot be of one comparison."""
         for row, group in by_row(self.records).items():
-            one = group[0]
+            one, twice = group[0], [item for item, n in Counter((r["seed"], kind(r)) for r in group).items() if n > 1]
+            refuse(twice, f"{self.runs} holds two records of {row} with one seed: remove one of them")
             for record in group:
                 where = self.runs / f"{row}-seed{record['seed']}.json"
                 check_same(record, DEFAULTS | one["settings"], self.records[0]["data"], where, ignore=["seed"])

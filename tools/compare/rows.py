@@ -25,6 +25,7 @@ from data.dataset import dataset_folder, load_meta
 from lib.errors import UserError, refuse
 from lib.hf import OVERRIDES, find_folder, read_config
 from lib.machine import Machine
+from lib.start import padded_vocab
 from model import GPT, GPTConfig, ResidualMode, initial_residual
 from train import SETTINGS, check_settings
 
@@ -184,7 +185,7 @@ class Scale:
                 config = replace(read_config(find_folder(s.init_from) / "config.json")[1], **given)
             else:
                 n_vocab = self.data["vocab_size"] if self.data else s.vocab_size
-                config = GPTConfig(**{"vocab_size": -(-n_vocab // 64) * 64} | given)
+                config = GPTConfig(**{"vocab_size": padded_vocab(n_vocab)} | given)
             with torch.device("meta"):
                 self.models[key] = GPT(config)
         return self.models[key]

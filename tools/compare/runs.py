@@ -221,8 +221,8 @@ class Queue:
                 self.end(run, 0)
                 return
             run.log.parent.mkdir(exist_ok=True)
-            slot = self.slots.pop()
-            self.running[run] = start_process(run.options, self.s, slot, run.log), slot
+            self.running[run] = start_process(run.options, self.s, self.slots[-1], run.log), self.slots[-1]
+            self.slots.pop()
         except UserError as error:
             self.fail(run, error)
 

@@ -28,8 +28,8 @@ def show_worth(entry):
     if entry is None:
         return "–"
     if entry["bound"]:
-        sign = {"above": "> ", "below": "< ", "both": "? "}[entry["bound"]]
-        return f"{sign}{entry['mean']:.2f} ({entry['outside']} of {entry['seeds']} outside)"
+        bound = {"above": f"> {entry['mean']:.2f}", "below": f"< {entry['mean']:.2f}", "both": "–"}[entry["bound"]]
+        return f"{bound} ({entry['outside']} of {entry['seeds']} outside)"
     interval = f" [{entry['low']:.2f}, {entry['high']:.2f}]" if entry["low"] is not None else ""
     return f"{entry['mean']:.2f}{interval}"
 
