@@ -12,12 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from configurator import configure
-from data.tokenizer import load_tokenizer
 from lib.errors import UserError, refuse, run_main
-from lib.hf import find_folder
+from lib.hf import load_with_tokenizer
 from lib.machine import is_out_of_memory, pick_device
 from lib.run import load_run
-from model import GPT
 
 MAX_PROMPT_BYTES = 10_000_000  # far beyond every context
 MAX_SAMPLES = 10_000
@@ -59,19 +57,9 @@ def check_settings(s):
 def load_model(s):
     """Model and tokenizer."""
     if s.init_from:
-        return load_hugging_face(s.init_from)
+        return load_with_tokenizer(s.init_from)
     checkpoint, tokenizer = load_run(s.folders[0] if s.folders else s.out_dir, s.checkpoint)
     return checkpoint.model, tokenizer
-
-
-def load_hugging_face(name):
-    folder = find_folder(name)
-    model = GPT.from_pretrained(folder)
-    has_own = (folder / "tokenizer.json").exists()
-    gpt2 = 0 <= model.config.vocab_size - 50257 < 64  # its ids, or those padded for speed
-    advice = "put the file there"
-    refuse(not has_own and not gpt2, f"{folder} has no tokenizer.json, and its vocabulary is not GPT-2's: {advice}")
-    return model, load_tokenizer("hf" if has_own else "gpt2", folder)
 
 
 def read_prompt(start):

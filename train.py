@@ -20,15 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 from configurator import configure
 from data.dataset import seed_for
 from lib.errors import refuse, run_main
+from lib.evaluation import evaluate
 from lib.loggers import check_packages
-from lib.machine import Machine, StopSignals
+from lib.machine import Machine, StopSignals, seconds_since
 from lib.reports import eval_text, finite_or_none, layer_norms, residual_report, residual_text, show_sample
 from lib.run import RunFolder
 from lib.start import Data, Plan, start_training
 from model import GPTConfig
 
 ROOT = Path(__file__).resolve().parent
-TICK = 1e-9  # seconds; a clock may stand still
 
 # --- settings: what each means when a run is resumed follows from its class -------------------------------------------
 
@@ -114,7 +114,7 @@ def check_settings(s):
     check_packages(s)
 
 
-# --- schedule and evaluation ------------------------------------------------------------------------------------------
+# --- the run ----------------------------------------------------------------------------------------------------------
 
 
 def learning_rate(step, steps, s):
@@ -124,44 +124,6 @@ def learning_rate(step, steps, s):
         return s.learning_rate * step / warmup
     progress = (step - 1 - warmup) / (steps - warmup)
     return s.min_lr + (s.learning_rate - s.min_lr) * (1 + math.cos(math.pi * progress)) / 2
-
-
-def evaluate(model, windows, machine, batch_size, most_tokens, stop):
-    """
-    The model on all windows, or on as many as hold most_tokens, evenly spread and always the same; each process its
-    share, every token counts the same. None if a signal came.
-    """
-    started = time.perf_counter()
-    n = windows.n_all if most_tokens is None else min(windows.n_all, math.ceil(most_tokens / windows.block_size))
-    share = range(machine.rank, n, machine.world)
-    batch_size = min(batch_size, math.ceil(n / machine.world))  # all batches of one shape: compiled once
-    loss = correct = steps = 0
-    model.eval()
-    with machine.progress("window", len(share), delay=5) as bar:
-        while steps * batch_size < len(share) and not stop.received:
-            chosen = [i * windows.n_all // n for i in share[steps * batch_size :][:batch_size]]
-            x, y = windows.batch(chosen, batch_size, machine.device)
-            with machine.autocast():
-                batch_loss, batch_correct = model.score(x, y)
-            loss, correct, steps = loss + batch_loss.item(), correct + batch_correct.item(), steps + 1
-            bar.update(len(chosen))
-    model.train()
-    loss, correct, steps, stopped = machine.sum(loss, correct, steps, bool(stop.received))
-    n_tokens, seconds = min(n * windows.block_size, len(windows.tokens) - 1), max(TICK, time.perf_counter() - started)
-    results = {
-        "eval_accuracy": correct / n_tokens,
-        "eval_loss": loss / n_tokens,
-        "eval_perplexity": math.exp(min(loss / n_tokens, 700)),
-        "eval_bits_per_byte": loss / math.log(2) / (windows.n_bytes * (n_tokens / (len(windows.tokens) - 1))),
-        "eval_runtime": seconds,
-        "eval_samples": n,
-        "eval_samples_per_second": n / seconds,
-        "eval_steps_per_second": steps / seconds,
-    }
-    return None if stopped else results
-
-
-# --- the run ----------------------------------------------------------------------------------------------------------
 
 
 class Trainer:
@@ -188,7 +150,7 @@ class Trainer:
             while t.step < plan.last_step and not self.stopping:
                 started = time.perf_counter()
                 loss, grad_norm, layers = self.train_step()
-                seconds = max(TICK, time.perf_counter() - started)
+                seconds = seconds_since(started)
                 t.seconds += seconds
                 bar.set_postfix_str(f"loss {loss:.4f}, {s.batch_tokens / seconds:,.0f} tokens/s", refresh=False)
                 bar.update()

@@ -16,9 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from data.tokenizer import load_tokenizer
 from lib.errors import UserError, one_line, refuse
 from lib.files import read_json, write_json
-from model import GPTConfig, initial_residual
+from model import GPT, GPTConfig, initial_residual
 
 OVERRIDES = ("dropout", "block_size", "residual_mode", "recompute", "reruns", "residual_start")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -178,6 +179,17 @@ def load_pretrained(cls, name_or_dir, overrides):
         tensor.data = tensor.data.to(dtype, copy=True, memory_format=torch.contiguous_format)
     model.crop_block_size(wanted.block_size)
     return model
+
+
+def load_with_tokenizer(name_or_dir):
+    """A GPT and its tokenizer; a folder without one may be GPT-2's."""
+    folder = find_folder(name_or_dir)
+    model = GPT.from_pretrained(folder)
+    has_own = (folder / "tokenizer.json").exists()
+    gpt2 = 0 <= model.config.vocab_size - 50257 < 64  # its ids, or those padded for speed
+    advice = "put the file there"
+    refuse(not has_own and not gpt2, f"{folder} has no tokenizer.json, and its vocabulary is not GPT-2's: {advice}")
+    return model, load_tokenizer("hf" if has_own else "gpt2", folder)
 
 
 def save_pretrained(model, folder):

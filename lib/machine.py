@@ -6,6 +6,7 @@ import platform
 import resource
 import signal
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -132,6 +133,11 @@ def keep_freed_memory():
     trim_threshold, mmap_threshold = -1, -3
     if mallopt and mallopt(mmap_threshold, 2**31 - 1):  # an old one may refuse: then all stays as it is
         mallopt(trim_threshold, -1)  # never
+
+
+def seconds_since(started):
+    """Of time.perf_counter(); more than 0, although a clock may stand still."""
+    return max(1e-9, time.perf_counter() - started)
 
 
 def peak_resident():

@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import os
+import shlex
 import socket
 import sys
 import time
@@ -55,6 +56,7 @@ class RunFolder:
         self.kept = []  # lines of metrics.jsonl up to the checkpoint
         self.saved_step = self.evaluated_step = 0
         self.finished = False  # with everything that comes behind the last step
+        self.command = shlex.join(["python", *sys.argv])  # that began the run
         self.info = None  # run.json's content, once the run is under way
         if os.path.lexists(self.path / "lock"):  # a new folder is made when all else has been checked
             self.claim()
@@ -137,7 +139,8 @@ class RunFolder:
         self.evaluated_step = evaluations[-1]["step"] if evaluations else 0
         checkpoint.best_loss = min([checkpoint.best_loss] + [values["eval_loss"] for values in evaluations])
         with contextlib.suppress(UserError):  # it is for those who watch, and is written anew
-            self.finished = read_json(self.path / "run.json").get("state") == "finished"
+            earlier = read_json(self.path / "run.json")
+            self.finished, self.command = earlier.get("state") == "finished", earlier.get("command", self.command)
         if checkpoint.code != code_hash():
             self.warn("the code has changed since this run's checkpoint")
 
@@ -178,7 +181,7 @@ class RunFolder:
         self.metrics = open(self.path / "metrics.jsonl", "ab", buffering=0)
         self.loggers = new_loggers(s, self.path, t.step)
         self.settings, self.data = s.as_dict(), asdict(data.meta)
-        self.info = about(t.model, s.dataset, steps, self.machine)
+        self.info = about(t.model, s.dataset, steps, self.machine) | {"command": self.command}
         self.note("training")
 
     def note(self, state, error=None):

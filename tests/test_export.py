@@ -171,7 +171,7 @@ def test_what_lies_in_a_folder(exported):
         "a test",
         "1.2345",
         f"{loss:.4f}",
-        "--residual_mode=method3_2",
+        "python train.py",
         "trust_remote_code=True",
     ):
         assert part in card

@@ -9,7 +9,7 @@ they are, every other model with trust_remote_code=True, by the code that lies i
 import json
 import shlex
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -21,7 +21,6 @@ from lib.files import read_json, write_json, write_whole
 from lib.reports import row_name
 from lib.run import load_run
 from tools.flat import ROOT, flat
-from train import SETTINGS, CallConfig
 
 EOT = "<|endoftext|>"
 HEAD = '''"""
@@ -156,8 +155,8 @@ def model_card(checkpoint, run, name, own):
     figures = {key: results.get(key) for key in ("eval_loss", "eval_perplexity", "eval_accuracy", "eval_bits_per_byte")}
     figures = {"best eval_loss": checkpoint.best_loss} | {f"{key} at the end": value for key, value in figures.items()}
     rows = [f"| {key} | {value:.4f} |" for key, value in figures.items() if isinstance(value, float)]
-    defaults = {field.name: field.default for cls in SETTINGS if cls is not CallConfig for field in fields(cls)}
-    given = {key: value for key, value in checkpoint.settings.items() if key in defaults and value != defaults[key]}
+    command = read_json(run / "run.json").get("command", "") if (run / "run.json").exists() else ""
+    words = [word for word in shlex.split(command) if not word.startswith("--out_dir=")]  # where is nobody's business
     return CARD.format(
         name=name,
         mode=row_name(checkpoint.config),
@@ -168,12 +167,8 @@ def model_card(checkpoint, run, name, own):
         source=checkpoint.data.get("source", "unknown data"),
         figures="\n".join(rows),
         trust=", trust_remote_code=True" * own,
-        command=shlex.join(["python", "train.py", *(option(key, value) for key, value in given.items())]),
+        command=shlex.join(words) or "unknown",
     )
-
-
-def option(key, value):
-    return f"--{key}={','.join(map(str, value)) if isinstance(value, (list, tuple)) else value}"
 
 
 def main():

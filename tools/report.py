@@ -20,6 +20,7 @@ import numpy as np
 
 from configurator import configure
 from lib.errors import refuse, run_main
+from lib.evaluation import evaluate
 from lib.files import read_json, write_json
 from lib.machine import Machine, StopSignals
 from lib.plots import (
@@ -35,7 +36,6 @@ from lib.reports import residual_report, residual_text, row_name
 from lib.run import load_run, read_metrics
 from lib.start import Data
 from model import GPT
-from train import evaluate
 
 EVAL_BATCH = 32  # sequences; has no influence on the result
 
