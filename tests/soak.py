@@ -14,7 +14,6 @@ import json
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import struct
@@ -56,8 +55,15 @@ from tools.compare.__main__ import CompareConfig
 from tools.report import ReportConfig
 from train import SETTINGS
 
-SECONDS, MEMORY = 10, 2 * 10**9  # for one damaged file
-LIMITS = f"import resource, signal; resource.setrlimit(resource.RLIMIT_DATA, {(MEMORY, MEMORY)}); "
+MEMORY, SECONDS = 2 * 10**9, 10  # for one damaged file; of work, since other processes may keep the machine busy
+PATIENCE = 120  # seconds on the clock: more is a process that waits for ever
+LIMITS = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_DATA, {(MEMORY, MEMORY)})
+used = resource.getrusage(resource.RUSAGE_SELF)
+seconds = int(used.ru_utime + used.ru_stime) + {SECONDS}
+resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+"""
 
 
 @dataclass
@@ -346,8 +352,8 @@ def limited(function, *args):
     pid = os.fork()
     if pid == 0:
         try:
-            resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-            signal.alarm(SECONDS)
+            exec(LIMITS, {})
+            signal.alarm(PATIENCE)
             function(*args)
             outcome = "accepted"
         except UserError as error:
@@ -379,7 +385,7 @@ def damaged_checkpoint(folder, chance):
 
 def through_the_command(*args):
     """The command within the limits: it works, or there is one error line."""
-    process = start(*args, before=LIMITS).wait(SECONDS)
+    process = start(*args, before=LIMITS).wait(PATIENCE)
     if process.status:
         check_error(process, status=process.status)
         assert process.status in (1, 2), process.status

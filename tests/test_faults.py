@@ -368,7 +368,7 @@ def refused_checkpoint(folder, content, *words):
         (folder / name).write_bytes(content)
     before = snapshot(folder)
     for script, *args in (("train.py", *tiny(folder, **soak.LEARNED)), ("sample.py", folder)):
-        process = start(script, *args, before=soak.LIMITS).wait(soak.SECONDS)
+        process = start(script, *args, before=soak.LIMITS).wait(soak.PATIENCE)
         check_error(process, "is damaged or not a checkpoint", *words)
     assert snapshot(folder) == before
 
