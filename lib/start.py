@@ -104,7 +104,7 @@ def new_model(s, n_vocab):
     # a lower bound in boundless integers: what cannot fit would fill the memory first, and a layer is also Python
     weights = config.n_embd * (config.vocab_size + config.n_layer * (config.n_embd + config.ffn_hidden))
     weights += config.n_embd * config.block_size if config.position == "learned" else 0
-    too_large = 4 * weights + 130_000 * config.n_layer > memory_size()
+    too_large = 4 * weights + 130_000 * config.depth > memory_size()
     refuse(too_large, f"a model of more than {weights:,} parameters does not fit into this machine's memory")
     return GPT(config)
 

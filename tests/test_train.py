@@ -804,6 +804,7 @@ def test_missing_data(tmp_path):
         ({"n_head": 3}, "n_embd=16 must be a multiple of n_head=3"),
         ({"n_layer": 0}, "n_layer must be at least 1"),
         ({"n_layer": 10**12}, "does not fit into this machine's memory"),
+        ({"loops": 10**12}, "does not fit into this machine's memory"),
         ({"n_embd": 2 * 10**9}, "does not fit into this machine's memory"),
         ({"micro_batch": 10**15, "batch_tokens": 8 * 10**15}, "micro_batch=1000000000000000 does not fit"),
         ({"residual_mode": "method9"}, "method9"),
