@@ -184,14 +184,16 @@ def is_series(record):
     """Whether what belongs together is of one length: the curve's points, the weights of a layer, a mixing's cells."""
     curve, mixing, layers = record["curve"], record.get("depth_mixing"), record.get("weights")
     good = len({len(points) for points in curve.values()}) == 1 and min(curve["tokens"]) > 0 < min(curve["flops"])
-    for m, layer in enumerate(layers if isinstance(layers, list) else []):
+    layers = layers if isinstance(layers, list) else None  # of other modes tensors by name
+    good = good and (layers is None or len(layers) == record["settings"]["n_layer"])
+    for m, layer in enumerate(layers or []):
         good = good and isinstance(layer, dict) and "weights" in layer
         if good and layer["weights"] is not None:
             good = holds(layer["weights"], {"raw": numbers}) and len(layer["weights"]["raw"]) == m + 1
     if good and mixing is not None:
         good = holds(mixing, {"rows": is_list(text), "columns": is_list(text), "matrix": is_list(numbers)})
-        good = good and {len(row) for row in mixing["matrix"]} == {len(mixing["columns"])}
-        good = good and len(mixing["matrix"]) == len(mixing["rows"])
+        sizes = {len(mixing["matrix"]), *(len(row) for row in mixing["matrix"])} if good else {}
+        good = good and sizes == {len(mixing["rows"])} == {len(mixing["columns"])}
     return good
 
 
