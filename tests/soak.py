@@ -9,6 +9,7 @@ Every case has a seed of its own, which a failure names: the third line is how i
 """
 
 import contextlib
+import faulthandler
 import functools
 import json
 import os
@@ -43,6 +44,7 @@ from helpers import (
     start_two,
     tiny,
 )
+from tqdm import tqdm
 
 from configurator import configure
 from data.dataset import Windows, load_meta, load_tokens
@@ -56,7 +58,7 @@ from tools.report import ReportConfig
 from train import SETTINGS
 
 MEMORY, SECONDS = 2 * 10**9, 10  # for one damaged file; of work, since other processes may keep the machine busy
-PATIENCE = 120  # seconds on the clock: more is a process that waits for ever
+PATIENCE = 300  # seconds on the clock: after that it waits for ever
 LIMITS = f"""
 import resource
 resource.setrlimit(resource.RLIMIT_DATA, {(MEMORY, MEMORY)})
@@ -72,6 +74,9 @@ class SoakConfig:
     parts: str = "all"  # some of PARTS, with commas
     seed: int = 1  # of the first case of each part; the others follow
     cases: int | None = None  # so many of each part, whatever the share
+
+
+tqdm.monitor_interval = 0  # no thread of its own: `limited` forks this process
 
 
 def new_folder():
@@ -353,6 +358,7 @@ def limited(function, *args):
     if pid == 0:
         try:
             exec(LIMITS, {})
+            faulthandler.register(signal.SIGALRM, chain=True)  # says where it waits
             signal.alarm(PATIENCE)
             function(*args)
             outcome = "accepted"
