@@ -140,36 +140,17 @@ def load_pretrained(cls, name_or_dir, overrides):
     folder = find_folder(name_or_dir)
     family, config = read_config(folder / "config.json")
     wanted = replace(config, **overrides)
-    refuse(
-        wanted.block_size > config.block_size,
-        f"block_size={config.block_size} of {folder} can be made smaller, not {wanted.block_size}",
-    )
+    larger = wanted.block_size > config.block_size
+    refuse(larger, f"block_size={config.block_size} of {folder} can be made smaller, not {wanted.block_size}")
+
     found = open_weights(folder, family)
-
-    # A lower bound of the parameters, in Python's boundless integers
-    claim = config.n_embd * (config.vocab_size + config.n_layer * (config.n_embd + config.ffn_hidden))
-    if config.position == "learned":
-        claim += config.n_embd * config.block_size
-    bigger = claim > sum(tensor.numel() for tensor in found.values()) or config.n_layer > len(found)
-    refuse(bigger, f"{folder}/config.json describes a bigger model than its weight files hold")
-
-    learned = wanted.residual_mode == config.residual_mode
-    state = {} if learned else initial_residual(wanted)
-    again = learned and wanted.residual_start != config.residual_start
-    refuse(again, f"{folder} has learned residual weights: residual_start would change nothing")
-    names = tensor_names(family, config.n_layer) if family.modules else [(name, [name]) for name in found]
-    for theirs, ours in names:
-        if theirs in found:
-            tensor = transposed(theirs, found.pop(theirs))
-            state.update(
-                zip(ours, tensor.chunk(len(ours)) if len(ours) > 1 and tensor.dim() else [tensor], strict=False)
-            )
-    refuse(found, f"{folder} has a tensor {min(found, default='')!r} that a {family.architecture} does not have")
-    if config.tie_weights and "wte.weight" in state:
-        embedding = state["wte.weight"]
-        head = state.setdefault("lm_head.weight", embedding)
-        same = head is embedding or torch.equal(head.float(), embedding.float())
-        refuse(not same, f"{folder} ties the head to the embedding, but its 'lm_head.weight' is another tensor")
+    check_sizes(folder, config, found)
+    state = our_tensors(folder, family, config, found)
+    if any("residual_" in name for name in state):
+        other = [key for key in ("residual_mode", "residual_start") if getattr(wanted, key) != getattr(config, key)]
+        refuse(other, f"{folder} has learned the residual of '{config.residual_mode}': leave out {', '.join(other)}")
+    elif wanted.residual_mode != config.residual_mode:
+        state |= initial_residual(wanted)
     try:
         model = cls.from_state(replace(wanted, block_size=config.block_size), state)
     except UserError as error:
@@ -202,6 +183,32 @@ def save_pretrained(model, folder):
 
 
 # names and tensors
+
+
+def check_sizes(folder, config, found):
+    """A lower bound of the parameters, in Python's boundless integers, before anything of that size is made."""
+    claim = config.n_embd * (config.vocab_size + config.n_layer * (config.n_embd + config.ffn_hidden))
+    if config.position == "learned":
+        claim += config.n_embd * config.block_size
+    bigger = claim > sum(tensor.numel() for tensor in found.values()) or config.n_layer > len(found)
+    refuse(bigger, f"{folder}/config.json describes a bigger model than its weight files hold")
+
+
+def our_tensors(folder, family, config, found):
+    """The tensors by our names; GPT.from_state checks whether they are all there and of their shapes."""
+    state, left = {}, dict(found)
+    for theirs, ours in tensor_names(family, config.n_layer) if family.modules else ((name, [name]) for name in found):
+        if theirs in left:
+            tensor = transposed(theirs, left.pop(theirs))
+            parts = tensor.chunk(len(ours)) if len(ours) > 1 and tensor.dim() else [tensor]
+            state.update(zip(ours, parts, strict=False))
+    refuse(left, f"{folder} has a tensor {min(left, default='')!r} that a {family.architecture} does not have")
+    if config.tie_weights and "wte.weight" in state:
+        embedding = state["wte.weight"]
+        head = state.setdefault("lm_head.weight", embedding)
+        same = head is embedding or torch.equal(head.float(), embedding.float())
+        refuse(not same, f"{folder} ties the head to the embedding, but its 'lm_head.weight' is another tensor")
+    return state
 
 
 def their_tensors(model):

@@ -11,7 +11,7 @@ import pytest
 import tiktoken
 import torch
 from helpers import ENVIRONMENT, check_error, dataset, good, options, run, snapshot, tiny
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from data.tokenizer import TiktokenTokenizer
@@ -148,12 +148,21 @@ def test_another_residual_on_top(exported):
     again = GPT.from_pretrained(folders["looped"], block_size=4, dropout=0.5)
     assert again.config.block_size == 4 and again.config.loops == 2
     assert GPT.from_pretrained(folders["batchnorm"], residual_mode="x0").config.residual_mode == "x0"
-    for overrides, words in (
-        ({"residual_mode": "baseline"}, "residual_weight"),
-        ({"residual_start": "own"}, "has learned residual weights"),
-    ):
-        with pytest.raises(ValueError, match=words):
+    for overrides in ({"residual_mode": "baseline"}, {"residual_mode": "method4_2"}, {"residual_start": "own"}):
+        with pytest.raises(ValueError, match="has learned the residual of 'method3_2'"):
             GPT.from_pretrained(folders["method3_2"], **overrides)
+
+
+def test_a_residual_that_is_lost(exported, tmp_path):
+    """What has learned a residual is not quietly given a new one."""
+    _, folders, _ = exported
+    shutil.copytree(folders["method3_2"], tmp_path / "lost")
+    tensors = load_file(tmp_path / "lost/model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "residual_" not in name}
+    assert len(kept) == len(tensors) - 2
+    save_file(kept, tmp_path / "lost/model.safetensors")
+    with pytest.raises(ValueError, match=r"tensor h.1.residual_weight should be .*, is absent"):
+        GPT.from_pretrained(tmp_path / "lost")
 
 
 def test_what_lies_in_a_folder(exported):
