@@ -82,11 +82,10 @@ def convert(value, kinds):
     return value
 
 
-def configure(argv, *dataclasses, folders=False):
+def configure(argv, *dataclasses, folders=""):
     """
-    The dataclasses' fields as Settings, after the files and overrides of argv. folders: arguments that are neither
-    --key=value nor end in .py are folders. --help also shows the docstring of the first dataclass's module, examples
-    and all.
+    The dataclasses' fields as Settings, after the files and overrides of argv. folders: where other arguments are allowed,
+    how the usage line of --help shows them. --help also shows the docstring of the first dataclass's module.
     """
     settings = Settings(*dataclasses)
     if "--help" in argv or "-h" in argv:
@@ -162,7 +161,7 @@ def shorten(value):
 def print_help(dataclasses, folders):
     about = inspect.getdoc(sys.modules[dataclasses[0].__module__])
     command = re.search(r"python (-m )?\S+", about)[0]
-    print(f"usage: {command} {'[FOLDER …] ' * folders}[config/FILE.py …] [--key=value …]\n\n{about}")
+    print(f"usage: {command} {folders or '[config/FILE.py …]'} [--key=value …]\n\n{about}")
     width = shutil.get_terminal_size((120, 24)).columns
     for title, keys in (group for cls in dataclasses for group in help_groups(cls)):
         print(f"\n{title}")

@@ -2,7 +2,8 @@
 A GPT whose residual connection is a one-word choice.
 
 Read top to bottom: residual modes, config, norms, attention, MLP, the layer, the model, one forward pass. A mode is a
-row of `ResidualMode`: the notes' methods are `LayerSum`, other people's schemes stand in rivals.py.
+row of `ResidualMode`: `LayerSum` are the methods that this project is about, which come from unpublished notes; other
+people's schemes stand in rivals.py.
 """
 
 import math
@@ -24,17 +25,16 @@ from lib.kernels import checkpointed, linear_cross_entropy, linear_scores, rms_n
 from lib.rope import rope_tables, rotate
 
 
-class LayerSum:
+class LayerSum(rivals.Scheme):
     """
-    The notes' methods. At one add of layer m, the site, the sub-layer's own output o_m becomes Σ w_i·o_i over the
+    The methods. At one add of layer m, the site, the sub-layer's own output o_m becomes Σ w_i·o_i over the
     layers 0 … m. An earlier o_i comes from running layer i again on layer m's input x, with the attention weights of
     its first pass, or is what that first pass put out. Without a site: the plain residual.
     """
 
     def __init__(self, site=None, weights=None):
-        self.batchnorm, self.any_norm_position, self.depth_mixing, self.model_learns = True, True, True, False
         self.site, self.weights = site, weights
-        self.reruns, self.softmax = site is not None, weights in ("learned", "dynamic")
+        self.can_rerun, self.softmax = site is not None, weights in ("learned", "dynamic")
 
     def run(self, layers, x):
         outputs = []  # of each layer's first pass, at the site
@@ -70,7 +70,7 @@ class LayerSum:
         if self.weights == "learned":
             return block.residual_weight.softmax(dim=0)
         ones = x.new_ones(m + 1)
-        return {"ones": ones, "mean": ones / (m + 1)}[self.weights]
+        return ones / (m + 1) if self.weights == "mean" else ones
 
     def tensors(self, c, m):
         if not self.softmax or m == 0:
@@ -118,7 +118,7 @@ class ResidualMode(Enum):
 class GPTConfig:
     # the model
     block_size: int = 128  # longest context
-    vocab_size: int = 320  # 257 byte-level ids rounded up to a multiple of 64
+    vocab_size: int = 320  # in training, if it is not given, the data's rounded up to a multiple of 64
     n_layer: int = 6  # layers
     n_head: int = 4  # attention heads
     n_kv_head: int | None = None  # grouped-query attention; None: n_head
@@ -149,10 +149,10 @@ class GPTConfig:
         check_values(self, NORMS, ACTIVATIONS, [mode.value for mode in ResidualMode])
         self.mode, self.depth = ResidualMode(self.residual_mode), self.n_layer * self.loops
         self.n_kv_head, self.head_size = self.n_kv_head or self.n_head, self.n_embd // self.n_head
-        gated = -(-8 * self.n_embd // 768) * 256  # 8/3·d rounded up to a multiple of 256
+        gated = 256 * math.ceil(8 * self.n_embd / 768)  # 8/3·d rounded up to a multiple of 256
         self.ffn_hidden = self.ffn_hidden or (gated if self.activation in GATED else 4 * self.n_embd)
-        nearest = self.recompute * (self.n_layer - 1) if self.reruns is None else self.reruns
-        self.n_reruns = nearest if self.mode.scheme.reruns else 0  # how many earlier layers a layer runs again
+        nearest = self.reruns if self.reruns is not None else self.n_layer - 1 if self.recompute else 0
+        self.n_reruns = nearest if self.mode.scheme.can_rerun else 0  # how many earlier layers a layer runs again
         check_combinations(self)
 
 
@@ -206,7 +206,7 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2).contiguous()  # a copy, but attention is faster
 
     def query_key(self, for_q, for_k, rope, cache, earlier):
-        """earlier: the q and k of other layers, whose scores are added to these."""
+        """earlier: q and k of other layers. Joined, they add up: [q0 q1]·[k0 k1] = q0·k0 + q1·k1."""
         q, k = self.project("q", for_q, cache), self.project("k", for_k, cache)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
@@ -344,8 +344,9 @@ class GPT(nn.Module):
             logits = self.lm_head(x)
             loss = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum") / counted
             return logits.view(*idx.shape, -1), loss
-        grad = torch.is_grad_enabled()
-        return None, linear_cross_entropy(x, head, targets) if grad else linear_scores(x, head, targets)[0] / counted
+        if torch.is_grad_enabled():
+            return None, linear_cross_entropy(x, head, targets)
+        return None, linear_scores(x, head, targets)[0] / counted
 
     def hidden(self, idx, cache=None, watch=None):
         """(B, T) -> the stream behind the last layer. watch(m, "attention" or "mlp", x) sees what sub-layers read."""

@@ -7,7 +7,8 @@ Other people's residual schemes, each a short function that a row of ResidualMod
                          channel of a mixed sum, and the matrices that make coefficients
 
 `layers` is the model in one forward pass (class Layers): layers.attend(m, x) and layers.feed(m, x) are layer m's
-sub-layers with their norms. Coefficients are made from layers.content(x), which is x. Mixed sums stay in e's float32.
+sub-layers with their norms. Coefficients are made from layers.content(x): x itself, but for the measurement of depth
+mixing, which appends labels to its channels (lib/mixing.py). Mixed sums stay in e's float32.
 """
 
 import math
@@ -18,17 +19,26 @@ import torch
 import torch.nn.functional as F
 
 
+class Scheme:
+    """What is true of a residual mode, unless it says otherwise."""
+
+    any_norm_position = True  # False: defined for a norm before the sub-layer
+    batchnorm = True  # works with it
+    can_rerun = False  # runs earlier layers again, as many as config.n_reruns
+    softmax = False  # its residual_weight are raw weights under a softmax
+    depth_mixing = True  # sub-layers read sums of earlier outputs (lib/mixing.py)
+    model_learns = False  # tensors(config, n_layer) are the model's own
+
+
 @dataclass(frozen=True)
-class Rival:
+class Rival(Scheme):
     run: Callable
     tensors: Callable
     flops: Callable
-    batchnorm: bool = True  # works with it
-    any_norm_position: bool = False  # these schemes are defined for a norm before the sub-layer
-    reruns: bool = False  # runs earlier layers again
-    softmax: bool = False  # its residual_weight are raw weights under a softmax
-    depth_mixing: bool = True  # sub-layers read sums of earlier outputs (lib/mixing.py)
-    model_learns: bool = False  # tensors(config, n_layer) are the model's own
+    any_norm_position: bool = False
+    batchnorm: bool = True
+    depth_mixing: bool = True
+    model_learns: bool = False
 
 
 def inverse_rms(x, eps):

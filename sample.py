@@ -89,7 +89,7 @@ def prompt_ids(text, tokenizer, block_size):
 
 
 def main():
-    s = configure(sys.argv[1:], SampleConfig, folders=True)
+    s = configure(sys.argv[1:], SampleConfig, folders="[RUN]")
     check_settings(s)
     try:
         sample(s)

@@ -51,13 +51,14 @@ def bin_dtype_name(vocab_size):
 
 
 def prepare_command(folder):
-    """The command that makes the dataset in folder."""
+    """The command that makes the dataset in folder; shakespeare_gpt2, say, by shakespeare's script."""
     folder = Path(os.path.abspath(folder))
-    has_script = (DATA_DIR / folder.name / "prepare.py").is_file()
-    command = f"python data/{folder.name if has_script else 'text'}/prepare.py"
-    if not has_script or folder.name == "text":
+    scripts = [path.parent.name for path in DATA_DIR.glob("*/prepare.py")]
+    script = max((name for name in scripts if f"{folder.name}_".startswith(f"{name}_")), key=len, default="text")
+    command = f"python data/{script}/prepare.py"
+    if script == "text":
         command += " PATH..."
-    if not has_script:
+    if script != folder.name:
         command += f" --out {folder.name}"
     if folder.parent != DATA_DIR:
         command += f" --data-dir {folder.parent}"

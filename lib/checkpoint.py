@@ -146,7 +146,7 @@ def open_checkpoint(path):
     except Exception as error:  # a damaged or hostile file can fail anywhere
         advice = "use another checkpoint"
         if path.name == "ckpt.safetensors":
-            advice = "resume from the one before it with --init_from=resume_prev"
+            advice = "train.py resumes from the one before it with --init_from=resume_prev"
         reason = error if isinstance(error, UserError) else one_line(error)
         raise UserError(f"{path} is damaged or not a checkpoint ({str(reason)[:200]}): {advice}") from None
 

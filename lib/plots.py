@@ -190,7 +190,7 @@ def panel_grid(panels, cells, beside=0.0):
     columns = min(3, panels)
     rows = -(-panels // columns)
     side = min(WIDTH / max(columns, 1.5), max(3.0, 1.2 + 0.45 * cells))
-    size = side * columns + beside, side * rows
+    size = side * columns + beside, side * rows + 0.25  # a title
     figure, grid = plt.subplots(rows, columns, figsize=size, dpi=DPI, layout="constrained", squeeze=False)
     for axes in grid.flat[panels:]:
         axes.set_axis_off()
@@ -351,7 +351,7 @@ def plot_depth_mixing(panels, path, svg=False):
     """
     squares = [(title, mixing, readable(mixing["matrix"])) for title, mixing in panels]
     figure, grid, side = panel_grid(len(panels), max(len(square) for *_, square in squares), beside=0.9)
-    doublings = [np.log2(np.fmax(square, 2.0**-9)) for *_, square in squares]  # 0 and below: as far as it goes
+    doublings = [np.log2(np.maximum(square, 2.0**-9)) for *_, square in squares]  # 0 and below: as far as it goes
     largest = max(np.nanmax(np.abs(square)) for square in doublings)
     top = min(max(largest, 0.15), 3.0)  # neither rounding nor a single outlier decides about the colours
     for axes, (title, mixing, square), colours in zip(grid, squares, doublings, strict=True):

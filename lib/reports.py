@@ -14,7 +14,7 @@ def eval_text(results):
     for name, value in results.items():
         if name == "eval_runtime":
             value = str(datetime.timedelta(seconds=round(value, 2)))[:10]
-        lines.append(f"  {name:23} = {round(value, 4) if isinstance(value, float) else value:>10}")
+        lines.append(f"  {name:23} = {f'{value:.4f}' if isinstance(value, float) else value:>10}")
     return "\n".join(lines)
 
 

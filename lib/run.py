@@ -148,14 +148,15 @@ class RunFolder:
         """Says what is going to happen, or that nothing is."""
         data = f"data {s.dataset}: {meta.train_tokens:,} tokens to train on, {meta.val_tokens:,} to validate"
         self.say(f"{data}; {plan.steps} steps of {s.batch_tokens:,} tokens = {plan.epochs:.2f} epochs")
-        if plan.micro_batch < s.micro_batch:
+        if plan.micro_batch < min(s.micro_batch, plan.micro_batch * plan.accumulate):
             each = f"the {plan.micro_batch * plan.accumulate} sequences of each process"
             self.say(f"micro_batch is {plan.micro_batch}, the largest up to {s.micro_batch} that divides {each}")
         if step < plan.last_step or (step == plan.steps and not self.finished):
             return True
         end = "finished" if step >= plan.steps else f"at stop_at={s.stop_at}"
         self.say(f"this run is {end}, at step {step} of {plan.steps}. Next: python sample.py {self.path}")
-        self.say(f"train longer: the same with --max_steps={2 * plan.steps}; anew: the same with --overwrite=True")
+        longer = f"--max_steps={2 * plan.steps} (the learning rate goes up again)"
+        self.say(f"train longer: the same with {longer}; anew: the same with --overwrite=True")
         return False
 
     # --- what the run writes

@@ -30,7 +30,7 @@ class Data:
         )
         self.val.n_bytes = self.meta.val_bytes
         short = self.train.n_full == 0 or self.val.n_all == 0 or not self.meta.val_bytes
-        refuse(short, f"{self.name} is shorter than one block of {block_size} tokens: use a smaller block_size")
+        refuse(short, f"{self.name} is shorter than one window of {block_size} tokens: use a smaller block_size")
 
 
 class Plan:

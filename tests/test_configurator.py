@@ -183,11 +183,11 @@ def test_large_file(tmp_path):
 
 def test_folders(tmp_path):
     one = write(tmp_path / "one.py", "n_layer = 10\n")
-    settings = parse("out/a", one, "--rate=1", "out/b", folders=True)
+    settings = parse("out/a", one, "--rate=1", "out/b", folders="[FOLDER …]")
     assert settings.folders == ["out/a", "out/b"] and settings.files == [one] and settings.n_layer == 10
     assert parse(one).folders == []
     with pytest.raises(UserError, match="there is no config file 'absent"):
-        parse("absent.py", folders=True)
+        parse("absent.py", folders="[FOLDER …]")
 
 
 def test_mistakes_of_the_real_command(tmp_path):

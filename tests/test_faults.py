@@ -513,7 +513,7 @@ def test_tiny_corpora(text, tmp_path):
         args = tiny(tmp_path / str(block_size), dataset=tmp_path / "tiny", block_size=block_size, micro_batch=1)
         process = run("train.py", *args, "--batch_tokens=8")
         if process.status:
-            check_error(process, "shorter than one block")
+            check_error(process, "shorter than one window")
 
 
 # bad input by the thousand

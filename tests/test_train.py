@@ -800,7 +800,7 @@ def test_missing_data(tmp_path):
     [
         ({"batch_tokens": 60}, "batch_tokens=60 must be a multiple of block_size × processes = 8 × 1"),
         ({"batch_tokens": 4}, "batch_tokens=4 must be a multiple"),
-        ({"block_size": 100_000, "batch_tokens": 400_000}, "shorter than one block of 100000 tokens"),
+        ({"block_size": 100_000, "batch_tokens": 400_000}, "shorter than one window of 100000 tokens"),
         ({"n_head": 3}, "n_embd=16 must be a multiple of n_head=3"),
         ({"n_layer": 0}, "n_layer must be at least 1"),
         ({"n_layer": 10**12}, "does not fit into this machine's memory"),

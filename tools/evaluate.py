@@ -50,7 +50,7 @@ def load_model(s):
 
 
 def main():
-    s = configure(sys.argv[1:], EvaluateConfig, folders=True)
+    s = configure(sys.argv[1:], EvaluateConfig, folders="[RUN]")
     refuse(not s.tasks, "name the tasks: --tasks=lambada_openai,hellaswag")
     for name in ("num_fewshot", "limit", "batch"):
         least = 0 if name == "num_fewshot" else 1

@@ -51,7 +51,7 @@ model = AutoModelForCausalLM.from_pretrained("{name}"{trust})
 tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})
 ```
 
-It was made with
+It was begun with
 
     {command}
 """
@@ -172,7 +172,7 @@ def model_card(checkpoint, run, name, own):
 
 
 def main():
-    s = configure(sys.argv[1:], ExportConfig, folders=True)
+    s = configure(sys.argv[1:], ExportConfig, folders="RUN NEW_FOLDER")
     refuse(len(s.folders) != 2, "name the run's folder and the new folder: python -m tools.export out/NAME FOLDER")
     refuse(s.checkpoint not in ("best", "latest"), f"checkpoint '{s.checkpoint}' is not known: choose best or latest")
     export(*s.folders, s.checkpoint)

@@ -343,7 +343,7 @@ def check_own(path):
 
 
 def main():
-    s = configure(sys.argv[1:], PageConfig, folders=True)
+    s = configure(sys.argv[1:], PageConfig, folders="[FOLDER …]")
     refuse(s.watch is not None and s.watch <= 0, f"watch must be above 0 seconds, not {s.watch}")
     refuse(s.watch and s.save, "a saved page is one look: leave out --watch or --save")
     for name in s.folders:

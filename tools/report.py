@@ -57,7 +57,7 @@ def look_at(folder):
     checkpoint, _ = load_run(folder, "latest")
     model, lines = checkpoint.model, [line for line in read_metrics(folder) if line["step"] <= checkpoint.step]
     steps, evals = ([line for line in lines if key in line] for key in ("loss", "eval_loss"))
-    refuse(not (evals and steps), f"the run in {folder} has not been logged and evaluated yet: wait for it")
+    refuse(not (evals and steps), f"the run in {folder} has no evaluation yet: resume it, or wait for it")
     where = folder / "metrics.jsonl"
     curve = {key: column(evals, key, where) for key in ("tokens", "eval_loss")}
     return {
@@ -218,7 +218,7 @@ def plot_together(runs, svg):
 
 
 def main():
-    s = configure(sys.argv[1:], ReportConfig, folders=True)
+    s = configure(sys.argv[1:], ReportConfig, folders="RUN …")
     refuse(not s.folders, "name the folders of one or more runs: python -m tools.report out/A out/B")
     runs = [look_at(folder) for folder in dict.fromkeys(s.folders)]
     numbers = [chosen_reruns(s.reruns, run) for run in runs] if s.reruns else []

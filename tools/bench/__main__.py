@@ -73,7 +73,7 @@ def measure(folder, names, rows, repeats):
 
 
 def main():
-    s = configure(sys.argv[1:], BenchConfig, folders=True)
+    s = configure(sys.argv[1:], BenchConfig, folders="[SECTION …]")
     rows = None if s.rows is None else list(dict.fromkeys(map(row_name, s.rows.split(","))))
     refuse(s.repeats is not None and s.repeats < 1, f"repeats must be at least 1, not {s.repeats}")
     folder = Path(s.out_dir)

@@ -173,7 +173,7 @@ def train(s, scale, rows, seeds, results, out_dir):
 
 
 def main():
-    s = configure(sys.argv[1:], CompareConfig, *SETTINGS, folders=True)
+    s = configure(sys.argv[1:], CompareConfig, *SETTINGS, folders="[RESULTS] [config/FILE.py …]")
     for folder in map(Path, s.folders):
         refuse(s.files or s.given, "a folder of results is shown as it is: leave the other arguments out")
         refuse(not (folder / "runs").is_dir(), f"{folder} holds no results of a comparison: it has no runs in it")
