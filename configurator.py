@@ -84,8 +84,8 @@ def convert(value, kinds):
 
 def configure(argv, *dataclasses, folders=""):
     """
-    The dataclasses' fields as Settings, after the files and overrides of argv. folders: where other arguments are allowed,
-    how the usage line of --help shows them. --help also shows the docstring of the first dataclass's module.
+    The dataclasses' fields as Settings, after the files and overrides of argv. folders: where other arguments are
+    allowed, how the usage line of --help shows them. --help also shows the docstring of the first dataclass's module.
     """
     settings = Settings(*dataclasses)
     if "--help" in argv or "-h" in argv:
