@@ -10,7 +10,7 @@ train: .venv/installed
 test: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -q -n auto
+	$(BIN)/python -m pytest -q -n auto --dist loadfile
 
 soak: .venv/installed-dev  # kills, damaged files, random command lines; SHARE=0.1: a tenth of them
 	$(BIN)/python tests/soak.py --share=$(SHARE)

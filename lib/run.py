@@ -32,7 +32,7 @@ from lib.reports import residual_report, residual_text, row_name
 LATEST, PREVIOUS, BEST = "ckpt.safetensors", "ckpt_prev.safetensors", "best.safetensors"
 OLD_KIND = "ckpt.pt", "ckpt_prev.pt", "best.pt"  # of the first version: pickled, and no longer read
 REPORTS = "eval_results.json", "residual_weights.json", "residual_weights.txt", "residual_weights.png"
-REPORTS += "depth_mixing.json", "run.json"
+REPORTS += "depth_mixing.json", "run.json", "harness.json", "harness.md"
 MIXED_TOKENS = 2048  # of validation, for the depth-mixing matrix
 
 
