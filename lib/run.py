@@ -148,9 +148,10 @@ class RunFolder:
         """Says what is going to happen, or that nothing is."""
         data = f"data {s.dataset}: {meta.train_tokens:,} tokens to train on, {meta.val_tokens:,} to validate"
         self.say(f"{data}; {plan.steps} steps of {s.batch_tokens:,} tokens = {plan.epochs:.2f} epochs")
-        if plan.micro_batch < min(s.micro_batch, plan.micro_batch * plan.accumulate):
-            each = f"the {plan.micro_batch * plan.accumulate} sequences of each process"
-            self.say(f"micro_batch is {plan.micro_batch}, the largest up to {s.micro_batch} that divides {each}")
+        if plan.micro_batch < s.micro_batch:
+            each = plan.micro_batch * plan.accumulate
+            why = f"the largest up to {s.micro_batch} that divides the {each} sequences of each process"
+            self.say(f"micro_batch is {plan.micro_batch}, {why if plan.accumulate > 1 else 'all that there are'}")
         if step < plan.last_step or (step == plan.steps and not self.finished):
             return True
         end = "finished" if step >= plan.steps else f"at stop_at={s.stop_at}"
