@@ -238,10 +238,11 @@ def plot_losses(curves, x_label, path, svg=False):
     save(figure, path, svg)
 
 
-def plot_frontier(points, x_label, path, svg=False):
+def plot_frontier(points, x_label, path, lengths=(), svg=False):
     """
     points: (name, row, x, losses) with one loss per seed; x: training FLOPs or time. The frontier joins the points
-    that no cheaper one beats; their names are bold.
+    that no cheaper one beats; their names are bold. lengths: names of the baseline trained for shorter and longer,
+    which a line joins: what lies below it pays.
     """
     figure, axes = new_axes(x_label, "validation loss (nats)", height_for(len(points)))
     points = sorted(((name, row, x, float(np.mean(losses)), losses) for name, row, x, losses in points), key=cheapest)
@@ -265,6 +266,10 @@ def plot_frontier(points, x_label, path, svg=False):
     axes.set_xlim(right=right)
     name_ends(axes, [point[:4] for point in points], bold={name for name, *_ in best})
     handles = [Line2D([], [], color=GREY, alpha=0.45, linewidth=4, label="frontier: nothing cheaper is better")]
+    joined = [(x, mean) for name, _, x, mean, _ in points if name in lengths]
+    if len(joined) > 1:
+        text = "the baseline for shorter and longer: below it pays"
+        handles += axes.plot(*zip(*joined, strict=True), color=INK, linewidth=1.2, zorder=1.5, label=text)
     if any(len(losses) > 1 for *_, losses in points):
         text = f"bar: {seeds_text([losses for *_, losses in points])}"
         handles.append(
@@ -272,6 +277,68 @@ def plot_frontier(points, x_label, path, svg=False):
         )
     legend_above(figure, handles)
     save(figure, path, svg)
+
+
+def plot_overview(rows, noise, path, svg=False):
+    """
+    Two questions, one line per row, the best on top. rows: (row, differences to the baseline's loss, one per seed, half
+    of their mean's 95 % interval, worth in FLOPs, worth in time), a worth as tools/compare/analysis.py makes it; None:
+    there is none. noise: the baseline's standard deviation over its seeds, or None.
+    """
+    rows = sorted(rows, key=lambda row: np.mean(row[1]), reverse=True)
+    titles = ["Better at equal tokens?", "Does it pay?"][: 1 + any(flops or time for *_, flops, time in rows)]
+    size = WIDTH, 0.23 * len(rows) + 1.7
+    figure, grid = plt.subplots(1, len(titles), figsize=size, dpi=DPI, layout="constrained", sharey=True, squeeze=False)
+    handles = overview_differences(grid[0, 0], [row[:3] for row in rows], noise)
+    if len(titles) > 1:
+        handles |= overview_worths(grid[0, 1], [(row, *worths) for row, _, _, *worths in rows])
+    for plain, (axes, title) in enumerate(zip(grid.flat, titles, strict=True)):
+        axes.axvline(plain, color=INK, linewidth=0.8, zorder=1)  # the baseline: a difference of 0, worth 1
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#EEEEEE", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.set_title(title, fontsize=11)
+    grid[0, 0].set_yticks(range(len(rows)), [row for row, *_ in rows], fontsize=9)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    save(figure, path, svg)
+
+
+def overview_differences(axes, rows, noise):
+    """Returns {text: handle} for the legend."""
+    tick, line = {"marker": "|", "linestyle": "none", "markersize": 8}, {"linewidth": 0.8}
+    handles = {"one seed": Line2D([], [], color=GREY, **tick)}
+    for y, (row, differences, half) in enumerate(rows):
+        look, mean = style(row) | {"linestyle": "none", "markersize": 7}, np.mean(differences)
+        axes.plot(differences, [y] * len(differences), color=look["color"], **tick)
+        axes.plot(mean, y, **look)
+        if len(differences) > 2:  # of two it would fill the picture
+            axes.plot([mean - half, mean + half], [y, y], color=look["color"], **line)
+            handles["95 % interval of the mean"] = Line2D([], [], color=GREY, **line)
+    seen = [difference for _, differences, _ in rows for difference in differences] + [0.0]
+    margin = 0.05 * (max(seen) - min(seen))
+    if noise is not None:
+        band = axes.axvspan(-noise, noise, color="#E4E4E4", linewidth=0, zorder=0)
+        handles["± the baseline's standard deviation"] = band
+    axes.set(xlim=(min(seen) - margin, max(seen) + margin), xlabel="loss minus the baseline's (nats); left is better")
+    return handles
+
+
+def overview_worths(axes, rows):
+    """Returns {text: handle} for the legend."""
+    handles = {}
+    for y, (row, *worths) in enumerate(rows):
+        for worth, what, fill in zip(worths, ("FLOPs", "time"), ("full", "none"), strict=True):
+            if worth and worth["bound"] != "both":
+                shape, beyond = {"above": (">", ", or more"), "below": ("<", ", or less")}.get(
+                    worth["bound"], ("o", "")
+                )
+                look = {"marker": shape, "fillstyle": fill, "markersize": 6, "linestyle": "none"}
+                axes.plot(worth["mean"], y, color=style(row)["color"], **look)
+                handles[f"in {what}{beyond}"] = Line2D([], [], color=GREY, **look)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(short_number))
+    axes.set_xlabel("baseline's cost of that loss / its own; right of 1 it pays")
+    return handles
 
 
 def cheapest(point):

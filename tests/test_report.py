@@ -329,6 +329,44 @@ def test_the_frontier(figures):
     assert axes.get_xscale() == "log"
 
 
+def test_the_frontier_joins_the_lengths_of_one_model(figures):
+    points = [("x2", "baseline-x2", 2.0, [1.5]), ("x1", "baseline", 1.0, [2.0]), ("other", "hc", 1.5, [1.9])]
+    for lengths in (("x1", "x2"), ("x1",), ()):
+        plots.plot_frontier(points, "training FLOPs", "unused", lengths)
+    joined = [
+        [line.get_xydata().tolist() for line in figure.axes[0].lines if line.get_zorder() == 1.5] for figure in figures
+    ]
+    assert joined == [[[[1.0, 2.0], [2.0, 1.5]]], [], []]
+
+
+def test_the_overview(figures):
+    """The best on top; intervals of three seeds and more; a worth that is only a bound is an arrow."""
+    inside, above = {"mean": 0.5, "bound": None}, {"mean": 3.0, "bound": "above"}
+    rows = [
+        ("method1", [0.02, 0.04], 0.1, inside, {"mean": 0.25, "bound": "below"}),
+        ("mudd", [-0.03, -0.02, -0.01], 0.02, above, None),
+        ("hc", [0.01], None, {"mean": 9.0, "bound": "both"}, None),
+    ]
+    plots.plot_overview(rows, 0.005, "unused")
+    plots.plot_overview([(*row[:3], None, None) for row in rows], None, "unused")
+    left, right = figures[0].axes
+    assert [label.get_text() for label in left.get_yticklabels()] == ["method1", "hc", "mudd"]
+    intervals = [line.get_xdata() for line in left.lines if line.get_linewidth() == 0.8 and len(line.get_xdata()) == 2]
+    assert np.allclose([interval for interval in intervals if interval[0] != 0], [[-0.04, 0.0]])
+    assert left.get_xlim()[0] > -0.04  # the interval is cut, not the others pressed together
+    worths = [
+        (line.get_xdata()[0], line.get_ydata()[0], line.get_marker(), line.get_fillstyle()) for line in right.lines
+    ]
+    assert worths[:3] == [(0.5, 0, "o", "full"), (0.25, 0, "<", "none"), (3.0, 2, ">", "full")] and len(worths) == 4
+    texts = {text.get_text() for text in figures[0].legends[0].get_texts()}
+    assert texts == {
+        *("one seed", "95 % interval of the mean", "± the baseline's standard deviation"),
+        *("in FLOPs", "in time, or less", "in FLOPs, or more"),
+    }
+    assert len(figures[1].axes) == 1  # nothing to say about worth, no band
+    assert {text.get_text() for text in figures[1].legends[0].get_texts()} == {"one seed", "95 % interval of the mean"}
+
+
 def test_the_plain_residual_has_no_colour(figures):
     names = ["attention 0", "mlp 0", "head"]
     plain = {"rows": names, "columns": ["embedding", *names[:2]], "matrix": np.tril(np.ones((3, 3))).tolist()}

@@ -2,11 +2,20 @@
 
 import numpy as np
 
-from lib.plots import notes_weights, plot_depth_mixing, plot_frontier, plot_losses, plot_weights, weight_square
-from tools.compare.analysis import by_row, seconds_by_speed, training_flops
-from tools.compare.rows import parse
+from lib.plots import (
+    notes_weights,
+    plot_depth_mixing,
+    plot_frontier,
+    plot_losses,
+    plot_overview,
+    plot_weights,
+    weight_square,
+)
+from tools.compare.analysis import by_row, mean_sd, seconds_by_speed, training_flops
+from tools.compare.rows import length_of_baseline, parse
 
 PICTURES = {
+    "overview": "difference to the baseline at equal tokens, and whether it pays",
     "loss_tokens": "validation loss against tokens",
     "loss_flops": "validation loss against training FLOPs",
     "loss_time": "validation loss against time",
@@ -17,7 +26,8 @@ PICTURES = {
 }
 
 
-def plot_all(records, speeds, folder):
+def plot_all(records, summary, speeds, folder):
+    """summary: of these records, as analysis.py makes it."""
     groups, seconds = by_row(records), seconds_by_speed(speeds)
 
     def curves(name, key, label, rows=tuple(groups), per_unit=lambda record: 1.0):
@@ -29,10 +39,12 @@ def plot_all(records, speeds, folder):
 
     def frontier(name, label, cost):
         points = [(row, row, cost(group[0]), [record["loss"] for record in group]) for row, group in groups.items()]
-        plot_frontier(points, label, folder / f"{name}.png", svg=True)
+        lengths = [row for row in groups if length_of_baseline(row) is not None]
+        plot_frontier(points, label, folder / f"{name}.png", lengths, svg=True)
 
     tokens = groups.get("baseline", records)[0]["curve"]["tokens"][-1]
     same = [row for row, group in groups.items() if group[0]["curve"]["tokens"][-1] == tokens]
+    overview(groups, summary, same, folder / "overview.png")
     curves("loss_tokens", "tokens", "tokens", same)
     curves("loss_flops", "flops", "training FLOPs")
     frontier("frontier_flops", "training FLOPs", training_flops)
@@ -49,6 +61,20 @@ def plot_all(records, speeds, folder):
         panels = [panel for row, group in groups.items() for panel in panels_of(row, group)]
         if panels:
             plot(panels, folder / f"{name}.png", svg=True)
+
+
+def overview(groups, summary, same, path):
+    """Of the rows trained on as many tokens as the baseline, with the baseline's loss of the same seed."""
+    base = {record["seed"]: record["loss"] for record in groups.get("baseline", [])}
+    rows = []
+    for entry in summary:
+        if entry["row"] in same and entry["difference"]:
+            losses = [(record["seed"], record["loss"]) for record in groups[entry["row"]] if record["seed"] in base]
+            differences = [loss - base[seed] for seed, loss in losses]
+            half = entry["difference"]["half"]
+            rows.append((entry["row"], differences, half, entry["worth_flops"], entry["worth_time"]))
+    if rows:
+        plot_overview(rows, mean_sd(list(base.values()))[1], path, svg=True)
 
 
 def weight_panels(row, group):

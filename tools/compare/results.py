@@ -72,7 +72,8 @@ class Results:
         """Everything anew, and the table for the terminal."""
         if not self.records:
             return
-        plot_all(one_kind(self.records)[0], self.speeds, self.folder)
+        records = one_kind(self.records)[0]
+        plot_all(records, summarize(records, self.speeds), self.speeds, self.folder)
         results = self.write()
         print(terminal_table(*full_table(results["rows"])) + "\n")
         lines = list(results["left_out"])
