@@ -287,7 +287,7 @@ def plot_overview(rows, noise, path, svg=False):
     """
     rows = sorted(rows, key=lambda row: np.mean(row[1]), reverse=True)
     titles = ["Better at equal tokens?", "Does it pay?"][: 1 + any(flops or time for *_, flops, time in rows)]
-    size = WIDTH, 0.23 * len(rows) + 1.7
+    size = WIDTH, 0.23 * max(5, len(rows)) + 1.7
     figure, grid = plt.subplots(1, len(titles), figsize=size, dpi=DPI, layout="constrained", sharey=True, squeeze=False)
     handles = overview_differences(grid[0, 0], [row[:3] for row in rows], noise)
     if len(titles) > 1:
