@@ -492,6 +492,11 @@ def test_each_row_gets_the_best_of_its_rates(tmp_path, monkeypatch, forked, caps
     assert len(lines) == 4 and all("--seed=0" in line for line in lines)
     assert "without a learning rate: baseline, method3_2-own" in capsys.readouterr().err
 
+    # a search that is not at its end shows what it has
+    shutil.copytree(tmp_path / "results/runs/tuning", tmp_path / "begun/runs/tuning")
+    stdout = call(monkeypatch, tmp_path / "begun")
+    assert stdout.startswith("the search for learning rates, so far:") and f"**{losses[best]:.4f}**" in stdout
+
     # another comparison may take the rates that were found here
     found = tuning.known_rates(["method3_2-1"], tmp_path / "results")
     assert found == {"method3_2-1": entry["learning_rate"]}

@@ -8,7 +8,7 @@ from lib.files import read_json, write_json, write_whole
 from tools.compare.analysis import by_row, contrasts, kind, one_kind, summarize
 from tools.compare.pictures import PICTURES, plot_all
 from tools.compare.records import DEFAULTS, check_same, is_list, read_records, read_speeds, text
-from tools.compare.tables import full_table, readme_text, terminal_table, write_csv
+from tools.compare.tables import full_table, rate_table, readme_text, terminal_table, write_csv
 from tools.compare.tuning import tuning_losses
 
 
@@ -60,17 +60,22 @@ class Results:
             "left_out": self.unknown + lines,
             "failed": self.failed,
         }
-        tuning = tuning_losses(read_records(self.runs / "tuning", may_diverge=True)[0])
         pictures = {name: words for name, words in PICTURES.items() if (self.folder / f"{name}.png").exists()}
-        readme = readme_text(self.name, results, records, tuning, pictures)
+        readme = readme_text(self.name, results, records, self.tuning(), pictures)
         write_whole(self.folder / "README.md", readme.encode())
         write_json(self.folder / "results.json", results)
         write_csv(self.folder / "results.csv", results["rows"])
         return results
 
+    def tuning(self):
+        """Losses and divergences of the rates that were tried."""
+        return tuning_losses(read_records(self.runs / "tuning", may_diverge=True)[0])
+
     def show(self):
         """Everything anew, and the table for the terminal."""
         if not self.records:
+            if self.tuning()[0]:
+                print(f"the search for learning rates, so far:\n\n{rate_table(*self.tuning())}")
             return
         records = one_kind(self.records)[0]
         plot_all(records, summarize(records, self.speeds), self.speeds, self.folder)
