@@ -8,8 +8,6 @@ Checkpoints are safetensors files: tensors and text, nothing that could be execu
 """
 
 import contextlib
-import functools
-import hashlib
 import json
 import math
 import os
@@ -20,11 +18,11 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from lib.code import code_hash
 from lib.errors import UserError, one_line, refuse
 from lib.files import open_whole
 from model import GPT, GPTConfig
 
-ROOT = Path(__file__).resolve().parents[1]
 MAX_RUN_BYTES = 1_000_000
 RUN_TYPES = {
     "config": dict,  # the model's
@@ -92,15 +90,6 @@ def write_tensors(path, tensors, run):
         file.write(len(header).to_bytes(8, "little") + header)
         for array in arrays.values():
             file.write(array.data)
-
-
-@functools.cache  # a run keeps the code that it was started with
-def code_hash():
-    """Of the files on which a run's numbers depend."""
-    others = {"generation.py", "hf.py", "plots.py"}
-    files = [ROOT / name for name in ("model.py", "rivals.py", "train.py", "configurator.py", "data/dataset.py")]
-    files += sorted(path for path in (ROOT / "lib").glob("*.py") if path.name not in others)
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ from tqdm import tqdm
 
 from configurator import Settings
 from data.tokenizer import load_tokenizer
-from lib.checkpoint import code_hash, load_checkpoint, save_checkpoint
+from lib.checkpoint import load_checkpoint, save_checkpoint
+from lib.code import code_hash
 from lib.errors import UserError, refuse, user_error_from_os
 from lib.files import read_json, replace_with_link, write_json, write_whole
 from lib.loggers import new_loggers

@@ -14,6 +14,7 @@ import shlex
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -25,7 +26,7 @@ from helpers import ROOT, TINY, check_error, command, dataset, options, run, sta
 
 import tools.compare.__main__ as compare
 from configurator import configure
-from lib.checkpoint import code_hash
+from lib.code import code_hash
 from lib.errors import UserError
 from tools.compare import analysis, measure, results, rows, runs, tables, tuning
 from tools.compare.rows import parse
@@ -195,6 +196,35 @@ def test_a_record_says_what_was_made_and_how(calls):
     assert record["code"] == code_hash() and re.fullmatch("[0-9a-f]{40}", record["commit"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", record["date"])
     assert str(calls.folder) not in json.dumps(record)  # it is to be published
+
+
+def test_code_hash(tmp_path):
+    """Of what can change a loss: neither of comments nor of other files."""
+    for path in [path for place in ("", "lib", "data", "tools") for path in (ROOT / place).glob("*.py")]:
+        (tmp_path / path.relative_to(ROOT)).parent.mkdir(exist_ok=True)
+        shutil.copy(path, tmp_path / path.relative_to(ROOT))
+
+    def hash_after(name, old, new):
+        text = (tmp_path / name).read_text()
+        assert old in text
+        (tmp_path / name).write_text(text.replace(old, new, 1))
+        print_it = [sys.executable, "-c", "from lib.code import code_hash; print(code_hash())"]
+        return subprocess.run(print_it, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+
+    before = hash_after("tools/report.py", "import", "import")
+    assert before == code_hash()
+    assert before == hash_after("model.py", "  # longest context", "  # the longest")
+    assert before == hash_after("train.py", '"""\nTrain a GPT', '"""\n\nMore words.\nTrain a GPT')
+    assert before == hash_after("lib/kernels.py", "import", "\n# a line\n\nimport")
+    for name in ("lib/plots.py", "lib/hf.py", "lib/generation.py", "tools/report.py", "data/prepare.py"):
+        assert before == hash_after(name, "import", "import sys\nimport")
+    seen = {before}
+    for name, old in (("model.py", "std=0.02"), ("rivals.py", "0.01"), ("train.py", "math.pi")):
+        seen.add(hash_after(name, old, "7"))
+    seen.add(hash_after("lib/errors.py", '"error: ', '"error: #'))  # within a text it is no comment
+    for name in ("lib/rope.py", "data/dataset.py"):
+        seen.add(hash_after(name, "import", "import sys\nimport"))
+    assert len(seen) == 7
 
 
 def test_tables_and_pictures(calls):

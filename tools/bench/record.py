@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from lib.checkpoint import code_hash
+from lib.code import code_hash
 from lib.errors import refuse
 from lib.files import write_json, write_whole
 from lib.machine import processor_name

@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from configurator import configure
-from lib.checkpoint import code_hash
+from lib.code import code_hash
 from lib.errors import UserError, refuse, run_main
 from tools.compare.analysis import kind, one_kind
 from tools.compare.measure import measure, plan

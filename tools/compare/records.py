@@ -20,7 +20,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from configurator import Settings
-from lib.checkpoint import code_hash, read_run
+from lib.checkpoint import read_run
+from lib.code import code_hash
 from lib.errors import UserError, refuse
 from lib.files import read_json, write_whole
 from lib.run import LATEST, read_metrics

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from lib.checkpoint import code_hash, read_run
+from lib.checkpoint import read_run
+from lib.code import code_hash
 from lib.errors import UserError, refuse
 from lib.files import read_json
 from lib.run import LATEST, read_metrics
