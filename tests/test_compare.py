@@ -190,6 +190,10 @@ def test_a_record_says_what_was_made_and_how(calls):
     assert np.array(record["depth_mixing"]["matrix"]) == pytest.approx(np.array(mixing["matrix"]), rel=1e-4)
     assert record["curve"]["tokens"] == [60 * 64, 120 * 64]
     assert record["curve"]["flops"] == [3 * record["flops_per_token"] * tokens for tokens in (60 * 64, 120 * 64)]
+    lines = [json.loads(line) for line in (calls.out / "method3_2-seed1/metrics.jsonl").read_text().splitlines()]
+    for n, half in enumerate((range(1, 61), range(61, 121))):
+        losses = [line["loss"] for line in lines if "loss" in line and line["step"] in half]
+        assert record["curve"]["train_loss"][n] == pytest.approx(np.mean(losses))
     assert record["bits_per_byte"] == pytest.approx(analysis.bits_per_byte(record))
     assert record["machine"].items() >= {"device": "cpu", "dtype": "float32", "compile": False, "processes": 1}.items()
     assert record["machine"]["torch"] and record["machine"]["processor"]
@@ -238,8 +242,7 @@ def test_tables_and_pictures(calls):
     assert "Noise floor" in readme and "missing: `--measure=True` fills them in" in readme
     assert "--measure=True fills them in" in calls.stdout4
     assert max(map(len, calls.stdout4.splitlines())) <= 120
-    contrasts = readme.partition("## Contrasts")[2]
-    assert "| method3_2 | baseline | 2 " in contrasts and "all 1 of them" in contrasts
+    assert "Contrasts" not in readme  # two pairs test nothing
     pictures = re.findall(r"\((\w+)\.png\)", readme)
     names = "overview loss_tokens loss_flops loss_time frontier_flops weights depth_mixing".split()
     assert sorted(names) == sorted(pictures)
@@ -405,8 +408,15 @@ def test_other_code_is_warned_of(calls, tmp_path, monkeypatch, forked, capsys):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"code": "f" * 64}))
     no_pictures(monkeypatch)
     call(monkeypatch, *arguments(tmp_path, modes="baseline", seeds=3))
-    assert "are of other code (ffffffffffff): new ones stay out of their means" in capsys.readouterr().err
+    assert "runs are of other code (ffffffffffff): new ones do not belong to them" in capsys.readouterr().err
     assert json.loads((folder / "results.json").read_text())["rows"][0]["seeds"] == SEEDS
+    # likewise those of the search for learning rates
+    (folder / "runs/tuning").mkdir()
+    record = json.loads((folder / "runs/baseline-seed1.json").read_text()) | {"seed": 0, "code": "e" * 64}
+    record["settings"] |= {"seed": 0, "learning_rate": 1e-3}
+    (folder / "runs/tuning/baseline-lr0.001.json").write_text(json.dumps(record))
+    call(monkeypatch, *arguments(tmp_path, modes="baseline", seeds=1, learning_rates="1e-3,1e-2", print=True))
+    assert "runs/tuning are of other code (eeeeeeeeeeee): new ones do not belong" in capsys.readouterr().err
     # a half-made run of other code is not resumed: its record would say the hash of one of them
     out = shutil.copytree(calls.out / "baseline-seed1", tmp_path / "out/baseline-seed9")
     (out / "run.json").unlink()
@@ -709,6 +719,10 @@ def test_intervals_and_p_values_are_those_of_a_paired_t_test(pairs):
     assert (entry["mean"] - entry["half"], entry["mean"] + entry["half"]) == pytest.approx((low, high))
     assert analysis.p_value(entry) == pytest.approx(test.pvalue)
     assert entry["noise"] == (test.pvalue > 0.05)
+    # beyond a margin: both one-sided tests at it, on the side where the mean lies
+    away = (ours - theirs) * np.sign(entry["mean"])
+    both = [scipy.stats.ttest_1samp(away, side, alternative="greater").pvalue for side in (-0.01, 0.01)]
+    assert analysis.p_value(entry, 0.01) == pytest.approx(sum(both)) and analysis.p_value(entry, 0.01) > test.pvalue
     # noise ends where the interval does
     deviations = np.linspace(-1, 1, pairs)
     half = analysis.estimate(deviations)["half"]
@@ -727,13 +741,22 @@ def test_holm():
 def test_contrasts():
     losses = {"baseline": (2.0, 2.1, 2.2), "method3_2": (1.9, 2.0, 2.15), "looped": (1.8, 2.1, 2.1), "hc": (1.0,)}
     groups = {row: [record(row, seed, loss) for seed, loss in enumerate(of)] for row, of in losses.items()}
-    named = [("method3_2", "baseline"), ("method3_2", "looped"), ("hc", "baseline"), ("mudd", "baseline")]
-    first, second = analysis.contrasts(groups, named)  # one pair is no test, and mudd is not there
+    groups["method1"] = groups["method3_2"][:2]
+    named = [(row, "baseline") for row in ("method3_2", "hc", "mudd", "method1")] + [("method3_2", "looped")]
+    first, second = analysis.contrasts(groups, named)  # one pair or two are no test, and mudd is not there
     p = [scipy.stats.ttest_rel(losses["method3_2"], losses[row]).pvalue for row in ("baseline", "looped")]
     assert (first["p"], second["p"]) == pytest.approx(p)
     assert (first["holm"], second["holm"]) == pytest.approx((2 * p[0], max(2 * p[0], p[1])))
+    assert (first["holm_margin"], second["holm_margin"]) == pytest.approx(
+        (2 * first["p_margin"], max(2 * first["p_margin"], second["p_margin"]))
+    )
     same = [record("method1", seed, 2.0) for seed in range(3)]
     assert analysis.p_value(analysis.difference(same, same)) == 1.0
+    assert analysis.p_value(analysis.difference(same, [record("hc", seed, 1.0) for seed in range(3)]), 0.01) == 0.0
+    *_, line = tables.contrast_table([first]).splitlines()
+    cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    assert cells[:3] == ["method3_2", "baseline", "3"] and float(cells[4]) == pytest.approx(p[0], rel=0.05)
+    assert float(cells[7]) == pytest.approx(2 * first["p_margin"], rel=0.05)
 
 
 def test_what_the_baseline_must_spend():
@@ -772,6 +795,11 @@ def test_worth():
     assert (entry["low"], entry["high"]) == pytest.approx(np.exp(interval))
     assert entry["bound"] is None and entry["outside"] == 0
     assert tables.show_worth(entry) == f"{entry['mean']:.2f} [{entry['low']:.2f}, {entry['high']:.2f}]"
+
+    # a seed that lacks a length has another curve: it is left out
+    lacking = [other for other in baselines if (other["row"], other["seed"]) != ("baseline-x4", 3)]
+    fewer = analysis.worth(method, lacking, analysis.training_flops)
+    assert fewer["seeds"] == 2 and fewer["mean"] == pytest.approx(scipy.stats.gmean([1.5 / 2, 2.5 / 2]))
 
     # outside of what was measured there is a bound and no guess
     method[0] = record("method3_2", 1, loss(5, 1), flops=200)

@@ -103,6 +103,7 @@ def train_or_print(runs, s, failed, on_record):
 
 def find_rates(tuning, s, failed):
     """The best learning rate of each row: {row: rate}, without those for which there is none yet."""
+    warn_of_other_code([r for r in tuning.records() if "diverged" not in r], tuning.records_dir, tuning.missing())
     seen = set()
     while todo := [run for run in tuning.missing() if run.name not in seen]:  # the grid may grow
         seen |= {run.name for run in todo}
@@ -128,11 +129,11 @@ def check_rates(results, rates):
         refuse(other, f"{where} was made under other settings: {words}")
 
 
-def warn_of_other_code(results, runs):
-    if results.records and any(not run.record.exists() for run in runs):
-        code = kind(one_kind(results.records)[0][0])[0]
+def warn_of_other_code(records, folder, runs):
+    if records and any(not run.record.exists() for run in runs):
+        code = kind(one_kind(records)[0][0])[0]
         if code != code_hash():
-            words = f"the records in {results.runs} are of other code ({code[:12]}): new ones stay out of their means"
+            words = f"the records in {folder} are of other code ({code[:12]}): new ones do not belong to them"
             print(f"warning: {words}; use another --name, or that code", file=sys.stderr)
 
 
@@ -160,7 +161,7 @@ def train(s, scale, rows, seeds, results, out_dir):
         for row in rows
         if row in rates
     ]
-    warn_of_other_code(results, runs)
+    warn_of_other_code(results.records, results.runs, runs)
     command = command_text(s, rows, seeds)
     train_or_print(runs, s, results.failed, lambda record: results.add(record, command))
     without = [row for row in rows if row not in rates]

@@ -15,6 +15,7 @@ from scipy.stats import t as student
 from tools.compare.rows import CONTROLS, control_of, length_of_baseline, place, row_of_same_step
 
 CONFIDENCE = 0.95
+MARGIN = 0.01  # nats: the smallest difference worth speaking of; luck with learning rates makes smaller ones
 
 
 # --- which records belong together ------------------------------------------------------------------------------------
@@ -59,6 +60,10 @@ def mean_sd(values):
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
+def mean_or_none(values):
+    return None if None in values else statistics.fmean(values)
+
+
 def estimate(values):
     """Mean, its standard error, and half the width of its 95 % interval by Student's t; None for one value."""
     mean, sd = mean_sd(values)
@@ -82,13 +87,15 @@ def difference(records, others, key="loss"):
     return estimate(pairs) if pairs else None
 
 
-def p_value(entry):
-    """Of a difference: the paired t-test's, two-sided; None for one pair."""
-    if entry["error"] is None:
-        return None
-    if entry["error"] == 0:
-        return 1.0 if entry["mean"] == 0 else 0.0
-    return float(2 * student.sf(abs(entry["mean"] / entry["error"]), entry["pairs"] - 1))
+def p_value(entry, margin=0.0):
+    """
+    Of a difference of several pairs: the paired t-test's, two-sided. With a margin, that of a difference at least as
+    large if the true one lay at the margin: small means that it lies beyond.
+    """
+    mean, error = abs(entry["mean"]), entry["error"]
+    if error == 0:
+        return 0.0 if mean > margin else 1.0
+    return float(sum(student.sf((mean + side) / error, entry["pairs"] - 1) for side in (-margin, margin)))
 
 
 def holm(p_values):
@@ -101,14 +108,19 @@ def holm(p_values):
 
 
 def contrasts(groups, names):
-    """The contrasts (row, against) named beforehand whose rows have pairs, with p-values and Holm's of all of them."""
+    """
+    The contrasts (row, against) named beforehand whose rows have at least three pairs: p-values against no difference
+    and against one of up to MARGIN, and Holm's of all of them.
+    """
     entries = []
     for row, against in names:
         entry = difference(groups.get(row, []), groups.get(against, []))
-        if entry and entry["pairs"] > 1:
-            entries.append({"row": row, "against": against, "difference": entry, "p": p_value(entry)})
-    for entry, adjusted in zip(entries, holm([entry["p"] for entry in entries]), strict=True):
-        entry["holm"] = adjusted
+        if entry and entry["pairs"] > 2:
+            tests = {"p": p_value(entry), "p_margin": p_value(entry, MARGIN)}
+            entries.append({"row": row, "against": against, "difference": entry} | tests)
+    for p, adjusted in (("p", "holm"), ("p_margin", "holm_margin")):
+        for entry, value in zip(entries, holm([entry[p] for entry in entries]), strict=True):
+            entry[adjusted] = value
     return entries
 
 
@@ -139,13 +151,14 @@ def reach(points, loss):
 def worth(records, lengths, cost):
     """
     What the baseline must spend to reach a row's loss, divided by what the row spent, per seed: above 1 it pays.
-    lengths: the baseline's records of all its lengths; cost: of a record. The geometric mean with its 95 % interval;
-    where a seed lies outside of the measured lengths a bound instead, which holds for the mean as well.
+    lengths: the baseline's records of all its lengths; cost: of a record. The geometric mean with its 95 % interval,
+    of the seeds that have all lengths; where one lies outside of these a bound instead, which holds for the mean too.
     """
     ratios, sides = [], []
+    rows = len({other["row"] for other in lengths})
     for record in records:
         points = [(cost(other), other["loss"]) for other in lengths if other["seed"] == record["seed"]]
-        if len(points) < 2 or None in (cost(record), *(spent for spent, _ in points)):
+        if len(points) < max(2, rows) or None in (cost(record), *(spent for spent, _ in points)):
             continue
         needed, side = reach(points, record["loss"])
         ratios.append(math.log(needed / cost(record)))
@@ -240,6 +253,7 @@ def summarize(records, speeds):
                 "memory": speed["memory"],
                 "threads": speed["threads"],
                 "loss": loss,
+                "train_loss": mean_or_none([(record["curve"].get("train_loss") or [None])[-1] for record in group]),
                 "best_loss": mean_sd([record["best_loss"] for record in group]),
                 "perplexity": math.exp(min(loss[0], 700)),
                 "bits_per_byte": statistics.fmean(map(bits_per_byte, group)),

@@ -6,7 +6,8 @@ merged by copying them into one folder.
     code, commit, date, machine      the hash of the code that can change a loss; device, dtype, compile, torch …
     parameters, flops_per_token
     loss, best_loss, perplexity, accuracy, bits_per_byte     of all validation tokens, at the end
-    curve                            tokens, flops, seconds and loss of each evaluation
+    curve                            tokens, flops, seconds and loss of each evaluation, and as train_loss the mean of
+                                     the batches logged since the one before; null if none was
     weights, depth_mixing            what the residual has learned, and what that does
 
 runs/tuning holds those of the learning rates that were tried, ROW-lrRATE.json; one that diverged says no loss but when.
@@ -14,6 +15,7 @@ runs/tuning holds those of the learning rates that were tried, ROW-lrRATE.json; 
 
 import json
 import math
+import statistics
 import subprocess
 import time
 from dataclasses import fields
@@ -82,10 +84,20 @@ def make_record(folder, row, seed):
             "flops": [3 * flops * line["tokens"] for line in evals],  # forward and backward
             "seconds": [line["seconds"] for line in evals],
             "loss": losses,
+            "train_loss": train_losses(lines, [line["step"] for line in evals]),
         },
         "weights": json.loads(weights.read_bytes()) if weights.exists() else None,
         "depth_mixing": mixing,
     }
+
+
+def train_losses(lines, ends):
+    """The mean training loss of the lines up to each of these steps, from the one before on."""
+    means = []
+    for start, end in zip([0, *ends], ends, strict=False):
+        losses = [line["loss"] for line in lines if "loss" in line and start < line["step"] <= end]
+        means.append(statistics.fmean(losses) if losses else None)
+    return means
 
 
 def commit():
@@ -173,7 +185,8 @@ RECORD = {
     "loss": number,
     "best_loss": number,
     "accuracy": number,
-    "curve": dict.fromkeys(("tokens", "flops", "seconds", "loss"), numbers),
+    "curve": dict.fromkeys(("tokens", "flops", "seconds", "loss"), numbers)
+    | {"train_loss": maybe(is_list(maybe(number)))},  # null: a record of before
     "weights": maybe(lambda value: isinstance(value, (dict, list))),
 }
 DIVERGED = {"row": text, "seed": whole, "settings": {"learning_rate": number}, "diverged": text}
@@ -184,7 +197,8 @@ SPEED["settings"] = lambda value: isinstance(value, dict)
 def is_series(record):
     """Whether what belongs together is of one length: the curve's points, the weights of a layer, a mixing's cells."""
     curve, mixing, layers = record["curve"], record.get("depth_mixing"), record.get("weights")
-    good = len({len(points) for points in curve.values()}) == 1 and min(curve["tokens"]) > 0 < min(curve["flops"])
+    series = [points for points in map(curve.get, RECORD["curve"]) if points is not None]
+    good = len({len(points) for points in series}) == 1 and min(curve["tokens"]) > 0 < min(curve["flops"])
     layers = layers if isinstance(layers, list) else None  # of other modes tensors by name
     good = good and (layers is None or len(layers) == record["settings"]["n_layer"])
     for m, layer in enumerate(layers or []):

@@ -87,7 +87,7 @@ class Run:
 
     def finish_diverged(self):
         record = {"row": self.row, "seed": self.seed, "settings": shared_settings(self.settings.as_dict())}
-        record |= {"data": self.data, "diverged": self.divergence()}
+        record |= {"data": self.data, "code": code_hash(), "diverged": self.divergence()}
         write_record(self.record, record)
         return record
 

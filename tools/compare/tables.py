@@ -5,6 +5,7 @@ import io
 
 from lib.files import write_whole
 from lib.plots import markdown_table
+from tools.compare.analysis import MARGIN
 from tools.compare.rows import parse
 from tools.compare.tuning import best_rate
 
@@ -50,6 +51,7 @@ COLUMNS = {
     "tokens/s": lambda e: show(e["relative_speed"], ".2f"),
     "peak MB": lambda e: show(e["memory"] and e["memory"] / 2**20, ",.0f"),
     "loss": lambda e: show(e["loss"][0], ".4f", e["loss"][1]),
+    "training loss": lambda e: show(e["train_loss"], ".4f"),
     "best loss": lambda e: show(e["best_loss"][0], ".4f", e["best_loss"][1]),
     "bits/byte": lambda e: show(e["bits_per_byte"], ".4f"),
     "perplexity": lambda e: show(e["perplexity"], ".3f"),
@@ -62,7 +64,14 @@ COLUMNS = {
     "worth, FLOPs": lambda e: show_worth(e["worth_flops"]),
     "worth, time": lambda e: show_worth(e["worth_time"]),
 }
-OPTIONAL = ("Δ to longer", "Δ to deeper", "Δ to looped", "worth, FLOPs", "worth, time")  # left out where all are empty
+OPTIONAL = (
+    "training loss",
+    "Δ to longer",
+    "Δ to deeper",
+    "Δ to looped",
+    "worth, FLOPs",
+    "worth, time",
+)  # left out where all are empty
 # what the terminal shows first; as much as fits
 BY_IMPORTANCE = [
     "row",
@@ -133,12 +142,12 @@ def contrast_table(contrasts):
             entry["against"],
             str(entry["difference"]["pairs"]),
             show_difference(entry["difference"]),
-            f"{entry['p']:.2g}",
-            f"{entry['holm']:.2g}",
+            *(f"{entry[key]:.2g}" for key in ("p", "holm", "p_margin", "holm_margin")),
         ]
         for entry in contrasts
     ]
-    return markdown_table(["row", "against", "seeds", "Δ loss", "p", "p, Holm"], rows)
+    beyond = f"p, beyond ± {MARGIN}"
+    return markdown_table(["row", "against", "seeds", "Δ loss", "p", "p, Holm", beyond, f"{beyond}, Holm"], rows)
 
 
 def rate_table(losses, diverged):
@@ -178,17 +187,22 @@ def together(words):
 
 
 COLUMNS_TEXT = """\
-Losses are validation losses in nats, last and best of a run: mean ± standard deviation over seeds. Bits per byte and \
-accuracy are means of the last, perplexity is exp of the mean loss. FLOPs/token (forward), training FLOPs and tokens/s \
-are relative to the baseline; tokens/s and the process's peak memory are {measured}. Δ is the difference to the \
-baseline, or to the control that costs what the row costs, paired by seed (the same data in the same order) ± half of \
-its 95 % interval by Student's t; ≈ marks noise: the interval holds zero, or there is a single seed.
+Losses are validation losses in nats, last and best of a run: mean ± standard deviation over seeds. The training loss \
+is the mean of the batches logged since the last evaluation but one. Bits per byte and accuracy are means of the last, \
+perplexity is exp of the mean loss. FLOPs/token (forward), training FLOPs and tokens/s are relative to the baseline; \
+tokens/s and the process's peak memory are {measured}. Δ is the difference to the baseline, or to the control that \
+costs what the row costs, paired by seed (the same data in the same order) ± half of its 95 % interval by Student's t; \
+≈ marks noise: the interval holds zero, or there is a single seed.
 """
 WORTH_TEXT = """
 Worth is what the baseline would have to spend to reach a row's loss, divided by what the row spent: above 1 it pays. \
 It comes from the baseline's own lengths (`baseline-x2` has twice the steps), interpolated monotonically over the \
 logarithm of FLOPs or of time, per seed: geometric mean and 95 % interval; > and < are bounds where seeds lie outside \
 of the measured lengths.
+"""
+BEYOND_TEXT = f"""\
+The first p is that of no difference *at these learning rates*; the last two are those of a difference of up to \
+{MARGIN} nats, which luck in the search for rates can make.
 """
 RATES_TEXT = """
 Validation losses of one run each with seed 0, which is in no other table; a row that is not here takes the rate of \
@@ -228,9 +242,12 @@ def readme_text(name, results, records, tuning, pictures):
             )
     if contrasts:
         text += f"\n## Contrasts named beforehand\n\n{contrast_table(contrasts)}\n\n"
-        text += f"Paired t-tests, two-sided; Holm's p allows for all {len(contrasts)} of them.\n"
+        text += f"Paired t-tests, two-sided; Holm's p allows for all {len(contrasts)} of them. {BEYOND_TEXT}"
     if tuning[0]:
         text += f"\n## Learning rates\n\n{rate_table(*tuning)}\n{RATES_TEXT}"
+        edge = [row for row, tried in tuning[0].items() if best_rate(tried) in (min(tried), max(tried))]
+        if edge:
+            text += f"The best rate lies at an edge, so that a better one may lie beyond it: {', '.join(edge)}.\n"
     if pictures:
         text += "\n## Pictures\n\n" + "".join(f"![{words}]({picture}.png)\n" for picture, words in pictures.items())
     failed = [f"{run}: {words}" for run, words in results["failed"].items()]

@@ -56,9 +56,12 @@ class Tuning:
         self.to_tune = list(dict.fromkeys(row_to_tune(row) for row in rows))
         self.out_dir, self.records_dir = out_dir / "tuning", records_dir / "tuning"
 
+    def records(self):
+        return read_records(self.records_dir, may_diverge=True)[0]
+
     def missing(self):
         """The runs that are next, of all rows, after a look at what is there."""
-        records, _ = read_records(self.records_dir, may_diverge=True)
+        records = self.records()
         for record in records:
             now = self.scale.settings(self.scale.changes(record["row"])).as_dict()
             where = f"the tuning of {record['row']} in {self.records_dir}"
