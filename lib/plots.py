@@ -325,17 +325,20 @@ def overview_differences(axes, rows, noise):
 
 def overview_worths(axes, rows):
     """Returns {text: handle} for the legend."""
-    handles = {}
+    handles, shapes = {}, {None: ("o", ""), "above": (">", ", or more"), "below": ("<", ", or less")}
+    seen = [worth["mean"] for _, *worths in rows for worth in worths if worth] + [1.0]
+    axes.set(xscale="log", xlim=(0.85 * min(seen), 1.18 * max(seen)))
     for y, (row, *worths) in enumerate(rows):
         for worth, what, fill in zip(worths, ("FLOPs", "time"), ("full", "none"), strict=True):
-            if worth and worth["bound"] != "both":
-                shape, beyond = {"above": (">", ", or more"), "below": ("<", ", or less")}.get(
-                    worth["bound"], ("o", "")
-                )
+            if worth and worth["bound"] in shapes:
+                shape, beyond = shapes[worth["bound"]]
                 look = {"marker": shape, "fillstyle": fill, "markersize": 6, "linestyle": "none"}
                 axes.plot(worth["mean"], y, color=style(row)["color"], **look)
                 handles[f"in {what}{beyond}"] = Line2D([], [], color=GREY, **look)
-    axes.set_xscale("log", base=2)
+                if what == "FLOPs" and worth["low"] is not None and worth["seeds"] > 2:
+                    axes.plot([worth["low"], worth["high"]], [y, y], color=style(row)["color"], linewidth=0.8)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(short_number))
     axes.set_xlabel("baseline's cost of that loss / its own; right of 1 it pays")
     return handles

@@ -341,11 +341,12 @@ def test_the_frontier_joins_the_lengths_of_one_model(figures):
 
 def test_the_overview(figures):
     """The best on top; intervals of three seeds and more; a worth that is only a bound is an arrow."""
-    inside, above = {"mean": 0.5, "bound": None}, {"mean": 3.0, "bound": "above"}
+    inside = {"mean": 0.5, "bound": None, "low": 0.4, "high": 0.6, "seeds": 2}
+    above = {"mean": 3.0, "bound": "above", "low": None, "high": None, "seeds": 3}
     rows = [
-        ("method1", [0.02, 0.04], 0.1, inside, {"mean": 0.25, "bound": "below"}),
+        ("method1", [0.02, 0.04], 0.1, inside, above | {"mean": 0.25, "bound": "below"}),
         ("mudd", [-0.03, -0.02, -0.01], 0.02, above, None),
-        ("hc", [0.01], None, {"mean": 9.0, "bound": "both"}, None),
+        ("hc", [0.01], None, above | {"mean": 9.0, "bound": "both"}, None),
     ]
     plots.plot_overview(rows, 0.005, "unused")
     plots.plot_overview([(*row[:3], None, None) for row in rows], None, "unused")
@@ -363,6 +364,8 @@ def test_the_overview(figures):
         *("one seed", "95 % interval of the mean", "± the baseline's standard deviation"),
         *("in FLOPs", "in time, or less", "in FLOPs, or more"),
     }
+    plots.plot_overview([("mudd", [-0.03, -0.02], 0.02, inside | {"seeds": 3}, None)], None, "unused")
+    assert [0.4, 0.6] in [list(line.get_xdata()) for line in figures[2].axes[1].lines]
     assert len(figures[1].axes) == 1  # nothing to say about worth, no band
     assert {text.get_text() for text in figures[1].legends[0].get_texts()} == {"one seed", "95 % interval of the mean"}
 
