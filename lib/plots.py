@@ -2,6 +2,7 @@
 Pictures and tables of runs, for the tools. Every picture is written whole, and the same data gives the same file.
 """
 
+import math
 from pathlib import Path
 
 import matplotlib
@@ -187,7 +188,7 @@ def height_for(names):
 
 def panel_grid(panels, cells, beside=0.0):
     """Axes for squares of so many cells, and inches beside them; what is left over stays empty. Returns a side, too."""
-    columns = min(3, panels)
+    columns = min(4 if panels > 9 else 3, panels)
     rows = -(-panels // columns)
     side = min(WIDTH / max(columns, 1.5), max(3.0, 1.2 + 0.45 * cells))
     size = side * columns + beside, side * rows + 0.25  # a title
@@ -424,17 +425,22 @@ def plot_depth_mixing(panels, path, svg=False):
     doublings = [np.log2(np.maximum(square, 2.0**-9)) for *_, square in squares]  # 0 and below: as far as it goes
     largest = max(np.nanmax(np.abs(square)) for square in doublings)
     top = min(max(largest, 0.15), 3.0)  # neither rounding nor a single outlier decides about the colours
-    for axes, (title, mixing, square), colours in zip(grid, squares, doublings, strict=True):
+    alike, columns = len({str(mixing["rows"]) for _, mixing, _ in squares}) == 1, grid[0].get_gridspec().ncols
+    for panel, (axes, (title, mixing, square), colours) in enumerate(zip(grid, squares, doublings, strict=True)):
         n = len(square)
         image = axes.imshow(np.where(np.isnan(square), np.nan, colours), cmap="RdBu_r", vmin=-top, vmax=top)
         edges = np.repeat(np.arange(n + 1) - 0.5, 2)  # the outline of the stairs, for what has no colour
         axes.fill([*edges[1:], -0.5], [*edges[:-1], n - 0.5], fill=False, edgecolor=GREY, linewidth=0.6)
         texts = {at: f"{f:.2f}"[:4].rstrip(".") for at, f in np.ndenumerate(square) if not np.isnan(f)}
         write_numbers(axes, square, texts, np.abs(colours) > 0.65 * top, side - 1.1)
-        shown = range(0, n, -(-n // 26))  # of very many, some
+        shown = range(0, n, math.ceil(n / (8 * (side - 1.1))))  # names that fit: eight per inch
         axes.set_xticks(shown, [mixing["columns"][i] for i in shown], rotation=90)
         axes.set_yticks(shown, [mixing["rows"][m] for m in shown])
         label_square(axes, title, "what is read", "who reads")
+        if alike:  # once, at the left and below
+            axes.tick_params(labelleft=panel % columns == 0, labelbottom=panel + columns >= len(grid))
+            axes.xaxis.label.set_visible(panel + columns >= len(grid))
+            axes.yaxis.label.set_visible(panel % columns == 0)
     extend = "both" if largest > top else "neither"
     text = "factor; the plain residual is 1"
     bar = figure.colorbar(image, ax=grid, extend=extend, shrink=0.6 if len(grid) < 4 else 0.3, label=text)

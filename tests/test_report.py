@@ -370,6 +370,21 @@ def test_the_overview(figures):
     assert {text.get_text() for text in figures[1].legends[0].get_texts()} == {"one seed", "95 % interval of the mean"}
 
 
+def test_panels_that_are_alike_have_their_names_once(figures):
+    def panel(readers):
+        return {"rows": readers, "columns": ["embedding", *readers[:-1]], "matrix": np.tril(np.ones((3, 3))).tolist()}
+
+    same, other = panel(["attention 0", "mlp 0", "head"]), panel(["attention 5", "mlp 5", "head"])
+    for second in (same, other):
+        plots.plot_depth_mixing([("a", same), ("b", second)] * 5, "unused")
+    shown = [
+        [(axes.yaxis.get_tick_params()["labelleft"], axes.xaxis.get_tick_params()["labelbottom"]) for axes in ten]
+        for ten in (figure.axes[:10] for figure in figures)
+    ]
+    assert shown[0] == [(panel % 4 == 0, panel >= 6) for panel in range(10)]  # four beside each other
+    assert shown[1] == [(True, True)] * 10
+
+
 def test_the_plain_residual_has_no_colour(figures):
     names = ["attention 0", "mlp 0", "head"]
     plain = {"rows": names, "columns": ["embedding", *names[:2]], "matrix": np.tril(np.ones((3, 3))).tolist()}

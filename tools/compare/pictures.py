@@ -22,7 +22,7 @@ PICTURES = {
     "frontier_flops": "last validation loss against training FLOPs",
     "frontier_time": "last validation loss against time",
     "weights": "learned weights in per cent",
-    "depth_mixing": "depth mixing: with which factor each output stands in what is read",
+    "depth_mixing": "depth mixing: with which factor each output stands in what is read, mean over seeds",
 }
 
 
@@ -99,4 +99,4 @@ def mixing_panels(row, group):
     if not mixings or parse(row).control or parse(row).mode == "baseline":
         return []
     matrix = np.mean([mixing["matrix"] for mixing in mixings], axis=0)
-    return [(f"{row}, mean of {len(mixings)}" if len(mixings) > 1 else row, mixings[0] | {"matrix": matrix})]
+    return [(row, mixings[0] | {"matrix": matrix})]
