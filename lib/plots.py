@@ -316,7 +316,7 @@ def overview_differences(axes, rows, noise):
             axes.plot([mean - half, mean + half], [y, y], color=look["color"], **line)
             handles["95 % interval of the mean"] = Line2D([], [], color=GREY, **line)
     seen = [difference for _, differences, _ in rows for difference in differences] + [0.0]
-    margin = 0.05 * (max(seen) - min(seen))
+    margin = 0.05 * (max(seen) - min(seen)) or 0.001  # rows may be equal
     if noise is not None:
         band = axes.axvspan(-noise, noise, color="#E4E4E4", linewidth=0, zorder=0)
         handles["± the baseline's standard deviation"] = band
@@ -327,7 +327,7 @@ def overview_differences(axes, rows, noise):
 def overview_worths(axes, rows):
     """Returns {text: handle} for the legend."""
     handles, shapes = {}, {None: ("o", ""), "above": (">", ", or more"), "below": ("<", ", or less")}
-    seen = [worth["mean"] for _, *worths in rows for worth in worths if worth] + [1.0]
+    seen = [worth["mean"] for _, *worths in rows for worth in worths if worth and worth["bound"] in shapes] + [1.0]
     axes.set(xscale="log", xlim=(0.85 * min(seen), 1.18 * max(seen)))
     for y, (row, *worths) in enumerate(rows):
         for worth, what, fill in zip(worths, ("FLOPs", "time"), ("full", "none"), strict=True):

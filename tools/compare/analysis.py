@@ -80,10 +80,15 @@ def estimate(values):
     }
 
 
-def difference(records, others, key="loss"):
-    """Of two rows, paired by seed: an estimate, or None without a pair. Noise: the interval holds 0, or one pair."""
+def differences(records, others, key="loss"):
+    """Of two rows, one per seed that both have."""
     theirs = {record["seed"]: record[key] for record in others}
-    pairs = [record[key] - theirs[record["seed"]] for record in records if record["seed"] in theirs]
+    return [record[key] - theirs[record["seed"]] for record in records if record["seed"] in theirs]
+
+
+def difference(records, others, key="loss"):
+    """Their estimate, or None without a pair. Noise: the interval holds 0, or one pair."""
+    pairs = differences(records, others, key)
     return estimate(pairs) if pairs else None
 
 

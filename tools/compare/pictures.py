@@ -11,7 +11,7 @@ from lib.plots import (
     plot_weights,
     weight_square,
 )
-from tools.compare.analysis import by_row, mean_sd, seconds_by_speed, training_flops
+from tools.compare.analysis import by_row, differences, mean_sd, seconds_by_speed, training_flops
 from tools.compare.rows import length_of_baseline, parse
 
 PICTURES = {
@@ -65,16 +65,20 @@ def plot_all(records, summary, speeds, folder):
 
 def overview(groups, summary, same, path):
     """Of the rows trained on as many tokens as the baseline, with the baseline's loss of the same seed."""
-    base = {record["seed"]: record["loss"] for record in groups.get("baseline", [])}
-    rows = []
-    for entry in summary:
-        if entry["row"] in same and entry["difference"]:
-            losses = [(record["seed"], record["loss"]) for record in groups[entry["row"]] if record["seed"] in base]
-            differences = [loss - base[seed] for seed, loss in losses]
-            half = entry["difference"]["half"]
-            rows.append((entry["row"], differences, half, entry["worth_flops"], entry["worth_time"]))
+    baselines = groups.get("baseline", [])
+    rows = [
+        (
+            row,
+            differences(groups[row], baselines),
+            entry["difference"]["half"],
+            entry["worth_flops"],
+            entry["worth_time"],
+        )
+        for row, entry in ((entry["row"], entry) for entry in summary)
+        if row in same and entry["difference"]
+    ]
     if rows:
-        plot_overview(rows, mean_sd(list(base.values()))[1], path, svg=True)
+        plot_overview(rows, mean_sd([record["loss"] for record in baselines])[1], path, svg=True)
 
 
 def weight_panels(row, group):

@@ -64,14 +64,8 @@ COLUMNS = {
     "worth, FLOPs": lambda e: show_worth(e["worth_flops"]),
     "worth, time": lambda e: show_worth(e["worth_time"]),
 }
-OPTIONAL = (
-    "training loss",
-    "Δ to longer",
-    "Δ to deeper",
-    "Δ to looped",
-    "worth, FLOPs",
-    "worth, time",
-)  # left out where all are empty
+# left out where all are empty
+OPTIONAL = ("training loss", "Δ to longer", "Δ to deeper", "Δ to looped", "worth, FLOPs", "worth, time")
 # what the terminal shows first; as much as fits
 BY_IMPORTANCE = [
     "row",
