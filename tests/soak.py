@@ -57,11 +57,15 @@ from tools.compare.__main__ import CompareConfig
 from tools.report import ReportConfig
 from train import SETTINGS
 
-MEMORY, SECONDS = 2 * 10**9, 10  # for one damaged file; of work, since other processes may keep the machine busy
+# For one damaged file, beside what the process holds already: at its limit a thread waits for its start for ever. The
+# seconds are of work, since other processes may keep the machine busy.
+MEMORY, SECONDS = 2 * 10**9, 10
 PATIENCE = 300  # seconds on the clock: after that it waits for ever
 LIMITS = f"""
-import resource
-resource.setrlimit(resource.RLIMIT_DATA, {(MEMORY, MEMORY)})
+import re, resource, sys
+held = re.search(r"VmData:\\s+(\\d+)", open("/proc/self/status").read())[1] if sys.platform == "linux" else 0
+memory = int(held) * 1024 + {MEMORY}
+resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
 used = resource.getrusage(resource.RUSAGE_SELF)
 seconds = int(used.ru_utime + used.ru_stime) + {SECONDS}
 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
