@@ -349,7 +349,7 @@ class GPT(nn.Module):
         return None, linear_scores(x, head, targets)[0] / counted
 
     def hidden(self, idx, cache=None, watch=None):
-        """(B, T) -> the stream behind the last layer. watch(m, "attention" or "mlp", x) sees what sub-layers read."""
+        """(B, T) -> the stream after the last layer. watch(m, "attention" or "mlp", x) sees what sub-layers read."""
         x, rope, mask = self.embed(idx, cache)
         x = self.config.mode.scheme.run(Layers(self, rope, mask, cache, watch), x)
         if cache is not None:

@@ -99,7 +99,7 @@ X0 = Rival(
 )
 
 
-# DenseFormer (Pagliardini et al. 2024): the stream behind a layer is a sum of all layers' outputs so far
+# DenseFormer (Pagliardini et al. 2024): the stream after a layer is a sum of all layers' outputs so far
 
 
 def denseformer(layers, e):
@@ -145,7 +145,7 @@ RESFORMER = Rival(
 def realformer(layers, e):
     x, qk = e, None
     for m in range(len(layers.blocks)):
-        a, qk, _ = layers.attention(m, x, earlier=qk)  # the q and k of all layers so far, one behind the other
+        a, qk, _ = layers.attention(m, x, earlier=qk)  # the q and k of all layers so far, concatenated
         y = x + a
         x = y + layers.feed(m, y)
     return x
@@ -207,7 +207,7 @@ def mudd(layers, e):
         change = small_net(layers, block, outputs[-1]).unflatten(-1, block.residual_weight.shape)
         weights = change + block.residual_weight  # (B, T, C, m+2)
         *qkv, r = matmul(weights, torch.stack(outputs, dim=2)).unbind(dim=2)
-        q, k, v = qkv or (None, None, None)  # behind the last layer r alone
+        q, k, v = qkv or (None, None, None)  # after the last layer r alone
     return r
 
 
@@ -268,7 +268,7 @@ def dynamic(layers, block, s, H):
 
 def doubly_stochastic(layers, block, s, H):
     n = STREAMS
-    H = layers.content(H).flatten(2)  # one stream behind the other
+    H = layers.content(H).flatten(2)  # the streams, concatenated
     z = matmul(H * inverse_rms(H, layers.config.norm_eps), block.residual_dynamic[s])
     z = repeated(block.residual_scale[s], (n, n, n * n)) * z + block.residual_weight[s]
     pre, post, R = z.split((n, n, n * n), dim=-1)

@@ -269,7 +269,7 @@ def plot_frontier(points, x_label, path, lengths=(), svg=False):
     handles = [Line2D([], [], color=GREY, alpha=0.45, linewidth=4, label="frontier: nothing cheaper is better")]
     joined = [(x, mean) for name, _, x, mean, _ in points if name in lengths]
     if len(joined) > 1:
-        text = "the baseline for shorter and longer: below it pays"
+        text = "the baseline, trained shorter and longer: what lies below pays"
         handles += axes.plot(*zip(*joined, strict=True), color=INK, linewidth=1.2, zorder=1.5, label=text)
     if any(len(losses) > 1 for *_, losses in points):
         text = f"bar: {seeds_text([losses for *_, losses in points])}"
@@ -280,17 +280,17 @@ def plot_frontier(points, x_label, path, lengths=(), svg=False):
     save(figure, path, svg)
 
 
-def plot_overview(rows, noise, path, svg=False):
+def plot_overview(rows, margin, path, svg=False):
     """
-    Two questions, one line per row, the best on top. rows: (row, differences to the baseline's loss, one per seed, half
-    of their mean's 95 % interval, worth in FLOPs, worth in time), a worth as tools/compare/analysis.py makes it; None:
-    there is none. noise: the baseline's standard deviation over its seeds, or None.
+    Two questions, one line per row, the best on top. rows: (row, differences from the baseline's loss, one per seed,
+    half of their mean's 95 % interval, worth in FLOPs, worth in time), a worth as tools/compare/analysis.py makes it;
+    None: there is none. margin: up to which a difference is not worth speaking of.
     """
     rows = sorted(rows, key=lambda row: np.mean(row[1]), reverse=True)
     titles = ["Better at equal tokens?", "Does it pay?"][: 1 + any(flops or time for *_, flops, time in rows)]
     size = WIDTH, 0.23 * max(5, len(rows)) + 1.7
     figure, grid = plt.subplots(1, len(titles), figsize=size, dpi=DPI, layout="constrained", sharey=True, squeeze=False)
-    handles = overview_differences(grid[0, 0], [row[:3] for row in rows], noise)
+    handles = overview_differences(grid[0, 0], [row[:3] for row in rows], margin)
     if len(titles) > 1:
         handles |= overview_worths(grid[0, 1], [(row, *worths) for row, _, _, *worths in rows])
     for plain, (axes, title) in enumerate(zip(grid.flat, titles, strict=True)):
@@ -304,10 +304,13 @@ def plot_overview(rows, noise, path, svg=False):
     save(figure, path, svg)
 
 
-def overview_differences(axes, rows, noise):
+def overview_differences(axes, rows, margin):
     """Returns {text: handle} for the legend."""
     tick, line = {"marker": "|", "linestyle": "none", "markersize": 8}, {"linewidth": 0.8}
     handles = {"one seed": Line2D([], [], color=GREY, **tick)}
+    seen = [-margin, margin, *(difference for _, differences, _ in rows for difference in differences)]
+    rim = 0.05 * (max(seen) - min(seen))
+    left, right = min(seen) - rim, max(seen) + rim
     for y, (row, differences, half) in enumerate(rows):
         look, mean = style(row) | {"linestyle": "none", "markersize": 7}, np.mean(differences)
         axes.plot(differences, [y] * len(differences), color=look["color"], **tick)
@@ -315,12 +318,14 @@ def overview_differences(axes, rows, noise):
         if len(differences) > 2:  # of two it would fill the picture
             axes.plot([mean - half, mean + half], [y, y], color=look["color"], **line)
             handles["95 % interval of the mean"] = Line2D([], [], color=GREY, **line)
-    seen = [difference for _, differences, _ in rows for difference in differences] + [0.0]
-    margin = 0.05 * (max(seen) - min(seen)) or 0.001  # rows may be equal
-    if noise is not None:
-        band = axes.axvspan(-noise, noise, color="#E4E4E4", linewidth=0, zorder=0)
-        handles["± the baseline's standard deviation"] = band
-    axes.set(xlim=(min(seen) - margin, max(seen) + margin), xlabel="loss minus the baseline's (nats); left is better")
+            for marker, x, is_cut in (("<", left, mean - half < left), (">", right, mean + half > right)):
+                if is_cut:
+                    mark = {"marker": marker, "markersize": 5, "linestyle": "none"}
+                    axes.plot(x, y, color=look["color"], clip_on=False, **mark)
+                    handles["goes on beyond the picture"] = Line2D([], [], color=GREY, **mark)
+    band = axes.axvspan(-margin, margin, color="#E4E4E4", linewidth=0, zorder=0)
+    handles[f"up to {margin} nats: too little to speak of"] = band
+    axes.set(xlim=(left, right), xlabel="loss minus the baseline's (nats); left is better")
     return handles
 
 
@@ -431,7 +436,7 @@ def plot_depth_mixing(panels, path, svg=False):
         image = axes.imshow(np.where(np.isnan(square), np.nan, colours), cmap="RdBu_r", vmin=-top, vmax=top)
         edges = np.repeat(np.arange(n + 1) - 0.5, 2)  # the outline of the stairs, for what has no colour
         axes.fill([*edges[1:], -0.5], [*edges[:-1], n - 0.5], fill=False, edgecolor=GREY, linewidth=0.6)
-        texts = {at: f"{f:.2f}"[:4].rstrip(".") for at, f in np.ndenumerate(square) if not np.isnan(f)}
+        texts = {at: three_digits(f) for at, f in np.ndenumerate(square) if not np.isnan(f)}
         write_numbers(axes, square, texts, np.abs(colours) > 0.65 * top, side - 1.1)
         shown = range(0, n, math.ceil(n / (8 * (side - 1.1))))  # names that fit: eight per inch
         axes.set_xticks(shown, [mixing["columns"][i] for i in shown], rotation=90)
@@ -448,6 +453,11 @@ def plot_depth_mixing(panels, path, svg=False):
     ticks = [n for n in ticks if n == 0 or abs(n) > top / 4]
     bar.set_ticks(ticks, labels=[f"{2.0**n:.3g}" for n in ticks])
     save(figure, path, svg)
+
+
+def three_digits(factor):
+    """At most four characters: 0.58, -0.5, 12.3."""
+    return f"{factor:.2f}" if 0 <= factor < 9.995 else f"{factor:.1f}".replace("-0.0", "0.0")
 
 
 def readable(matrix):

@@ -519,6 +519,18 @@ def test_each_row_gets_the_best_of_its_rates(tmp_path, monkeypatch, forked, caps
     # nothing is done twice; a record at another rate than the search's is refused
     monkeypatch.setattr(runs, "start_process", None)
     call(monkeypatch, *arguments(tmp_path, **settings))
+    path, info = (
+        tmp_path / "results/runs/tuning/baseline-lr1e+30.json",
+        tmp_path / "out/tuning/baseline-lr1e+30/run.json",
+    )
+    before, text = path.read_bytes(), info.read_text()
+    path.unlink()
+    info.write_text(text.replace("--max_steps=20", "--max_steps=21"))  # another command's divergence is not ours
+    assert "--learning_rate=1e+30" in call(monkeypatch, *arguments(tmp_path, **settings, print=True))
+    assert not path.exists()
+    info.write_text(text)
+    call(monkeypatch, *arguments(tmp_path, **settings))
+    assert path.read_bytes() == before
     path = tmp_path / "results/runs/baseline-seed1.json"
     record = json.loads(path.read_text())
     record["settings"]["learning_rate"] = 7.0
@@ -542,6 +554,16 @@ def test_each_row_gets_the_best_of_its_rates(tmp_path, monkeypatch, forked, caps
     assert found == {"method3_2-1": entry["learning_rate"]}
     with pytest.raises(UserError, match="has no learning rate of mudd"):
         call(monkeypatch, *arguments(tmp_path / "other", modes="mudd", rates_from=tmp_path / "results"))
+
+
+def test_the_command_in_the_readme_says_what_was_chosen(monkeypatch):
+    given = ["config/tuned.py", "--compile=True", "--jobs=2", "--contrasts=mudd,hc:mudd", "--learning_rates=1e-2,2e-2"]
+    monkeypatch.setattr(sys, "argv", ["", *given])
+    chosen = SimpleNamespace(name="x", rates_from=None, learning_rates=(0.01, 0.02), contrasts="mudd,hc:mudd")
+    assert compare.command_text(chosen, ["mudd", "hc"], [1, 2]) == (
+        "python -m tools.compare config/tuned.py --compile=True --modes=mudd,hc --seeds=1,2 --learning_rates=0.01,0.02 "
+        "--contrasts=mudd,hc:mudd --name=x"
+    )
 
 
 def test_variants_take_their_parents_rate():
@@ -734,8 +756,9 @@ def test_intervals_and_p_values_are_those_of_a_paired_t_test(pairs):
 
 def test_holm():
     """By hand: 0.005·4, 0.01·3, 0.03·2, and 0.04·1, which may not be below the one before."""
-    assert analysis.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert analysis.holm([0.6, 0.9]) == [1.0, 1.0] and analysis.holm([]) == []
+    assert analysis.holm([0.01, 0.04, 0.03, 0.005], 4) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert analysis.holm([0.6, 0.9], 2) == [1.0, 1.0] and analysis.holm([], 2) == []
+    assert analysis.holm([0.01, 0.005], 4) == pytest.approx([0.03, 0.02])  # the other two are missing
 
 
 def test_contrasts():
@@ -746,17 +769,18 @@ def test_contrasts():
     first, second = analysis.contrasts(groups, named)  # one pair or two are no test, and mudd is not there
     p = [scipy.stats.ttest_rel(losses["method3_2"], losses[row]).pvalue for row in ("baseline", "looped")]
     assert (first["p"], second["p"]) == pytest.approx(p)
-    assert (first["holm"], second["holm"]) == pytest.approx((2 * p[0], max(2 * p[0], p[1])))
-    assert (first["holm_margin"], second["holm_margin"]) == pytest.approx(
-        (2 * first["p_margin"], max(2 * first["p_margin"], second["p_margin"]))
-    )
+    # five were named, so that Holm's factors are 5 and 4
+    assert (first["holm"], second["holm"]) == pytest.approx((5 * p[0], min(1, max(5 * p[0], 4 * p[1]))))
+    margins = [first["p_margin"], second["p_margin"]]
+    assert (first["holm_margin"], second["holm_margin"]) == pytest.approx((min(1, 5 * margins[0]), 1.0))
+    assert 5 * margins[0] < 4 * margins[1]
     same = [record("method1", seed, 2.0) for seed in range(3)]
     assert analysis.p_value(analysis.difference(same, same)) == 1.0
     assert analysis.p_value(analysis.difference(same, [record("hc", seed, 1.0) for seed in range(3)]), 0.01) == 0.0
     *_, line = tables.contrast_table([first]).splitlines()
     cells = [cell.strip() for cell in line.split("|")[1:-1]]
     assert cells[:3] == ["method3_2", "baseline", "3"] and float(cells[4]) == pytest.approx(p[0], rel=0.05)
-    assert float(cells[7]) == pytest.approx(2 * first["p_margin"], rel=0.05)
+    assert float(cells[7]) == pytest.approx(first["holm_margin"], rel=0.05)
 
 
 def test_what_the_baseline_must_spend():
@@ -826,9 +850,15 @@ def test_the_terminals_table_fits():
     name = "deeper-method3_2-stored-own"
     summary = analysis.summarize([record(name, seed, 1.9 + seed / 10) for seed in (1, 2)], {})
     header, cells = tables.full_table(summary)
-    assert {"bits/byte", "perplexity", "accuracy", "Δ best loss"} <= set(header)
+    assert {"bits/byte", "perplexity", "accuracy", "best loss"} <= set(header)
     lines = tables.terminal_table(header, cells).splitlines()
     assert max(map(len, lines)) <= 120 and name in lines[2] and "loss" in lines[0]
+
+
+def test_no_best_loss_where_evaluations_saw_a_part_of_the_text():
+    records = [record(row, 1, 2.0) | {"best_loss": None} for row in ("baseline", "mudd")]
+    header, _ = tables.full_table(analysis.summarize(records, {}))
+    assert "Δ loss" in header and "best loss" not in header and "Δ best loss" not in header
 
 
 # --- speed ------------------------------------------------------------------------------------------------------------
@@ -859,6 +889,7 @@ def test_measured_speed_is_relative_to_the_same_round(tmp_path, monkeypatch):
     hours = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in text.splitlines()[2:4]}
     assert hours == {"baseline": f"{2 * 9000 * 64 / 500 / 3600:.1f}", "method3_2": f"{2 * 9000 * 64 / 125 / 3600:.1f}"}
     assert "speeds measured one run at a time" in text
+    assert "Hours missing" in call(monkeypatch, *arguments(tmp_path, modes="baseline", plan=True, ffn_hidden=40))
 
 
 def test_measuring_really(tmp_path, monkeypatch, forked):

@@ -129,7 +129,7 @@ def test_the_whole_evaluation_is_shown_where_those_on_the_way_are_capped(tmp_pat
     last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
     assert results["eval_samples"] > last["eval_samples"]
     printed = main(tmp_path / "run")
-    assert f"| {results['eval_loss']:.4f} | {last['eval_loss']:.4f} |" in printed  # loss, and the best on the way
+    assert f"| {results['eval_loss']:.4f} | –    |" in printed  # the best on the way is that of a part
 
 
 # --- what is wrong with a folder --------------------------------------------------------------------------------------
@@ -349,25 +349,41 @@ def test_the_overview(figures):
         ("hc", [0.01], None, above | {"mean": 9.0, "bound": "both"}, None),
     ]
     plots.plot_overview(rows, 0.005, "unused")
-    plots.plot_overview([(*row[:3], None, None) for row in rows], None, "unused")
+    plots.plot_overview([(row, differences, 0.001, None, None) for row, differences, *_ in rows], 0.01, "unused")
     left, right = figures[0].axes
     assert [label.get_text() for label in left.get_yticklabels()] == ["method1", "hc", "mudd"]
     intervals = [line.get_xdata() for line in left.lines if line.get_linewidth() == 0.8 and len(line.get_xdata()) == 2]
     assert np.allclose([interval for interval in intervals if interval[0] != 0], [[-0.04, 0.0]])
-    assert left.get_xlim()[0] > -0.04  # the interval is cut, not the others pressed together
+    assert left.get_xlim()[0] > -0.04  # the interval is cut, not the others pressed together; a mark says so
+    marks = [(line.get_xdata()[0], line.get_ydata()[0]) for line in left.lines if line.get_marker() == "<"]
+    assert marks == [(left.get_xlim()[0], 2)] and not any(line.get_marker() == ">" for line in left.lines)
     worths = [
         (line.get_xdata()[0], line.get_ydata()[0], line.get_marker(), line.get_fillstyle()) for line in right.lines
     ]
     assert worths[:3] == [(0.5, 0, "o", "full"), (0.25, 0, "<", "none"), (3.0, 2, ">", "full")] and len(worths) == 4
     texts = {text.get_text() for text in figures[0].legends[0].get_texts()}
     assert texts == {
-        *("one seed", "95 % interval of the mean", "± the baseline's standard deviation"),
-        *("in FLOPs", "in time, or less", "in FLOPs, or more"),
+        *("one seed", "95 % interval of the mean", "up to 0.005 nats: too little to speak of"),
+        *("goes on beyond the picture", "in FLOPs", "in time, or less", "in FLOPs, or more"),
     }
-    plots.plot_overview([("mudd", [-0.03, -0.02], 0.02, inside | {"seeds": 3}, None)], None, "unused")
+    plots.plot_overview([("mudd", [-0.03, -0.02], 0.02, inside | {"seeds": 3}, None)], 0.01, "unused")
     assert [0.4, 0.6] in [list(line.get_xdata()) for line in figures[2].axes[1].lines]
-    assert len(figures[1].axes) == 1  # nothing to say about worth, no band
-    assert {text.get_text() for text in figures[1].legends[0].get_texts()} == {"one seed", "95 % interval of the mean"}
+    assert len(figures[1].axes) == 1  # nothing to say about worth
+    texts = {text.get_text() for text in figures[1].legends[0].get_texts()}
+    assert texts == {"one seed", "95 % interval of the mean", "up to 0.01 nats: too little to speak of"}  # none is cut
+
+
+def test_factors_are_rounded_to_four_characters():
+    factors = {
+        0.5849: "0.58",
+        0.999: "1.00",
+        -0.476: "-0.5",
+        -0.0588: "-0.1",
+        -0.01: "0.0",
+        9.996: "10.0",
+        12.34: "12.3",
+    }
+    assert {factor: plots.three_digits(factor) for factor in factors} == factors
 
 
 def test_panels_that_are_alike_have_their_names_once(figures):

@@ -169,7 +169,7 @@ def table_row(run):
         f"{run['checkpoint'].model.num_params():,}",
         f"{run['curve']['tokens'][-1]:,}",
         f"{last['eval_loss']:.4f}",
-        f"{run['best_loss']:.4f}",
+        f"{run['best_loss']:.4f}" if run["checkpoint"].settings.get("eval_tokens") is None else "–",  # of a part
         f"{last['eval_bits_per_byte']:.4f}",
         f"{last['eval_perplexity']:.4f}",
         f"{last['eval_accuracy']:.4f}",

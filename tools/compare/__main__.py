@@ -7,8 +7,8 @@ The experiment: residual modes × learning rates × seeds under one budget, thro
 
 Keys of train.py may be given too, for all rows. A finished run leaves a small record in results/NAME/runs, and tables
 and pictures are made from the records; the same command again makes what is missing. A folder of results alone: its
-tables and pictures are made anew. tools/compare/rows.py says what a row is: a mode by its name, with -stored, -1, -own
-… behind it, or deeper, longer, looped.
+tables and pictures are made anew. tools/compare/rows.py says what a row is: a mode by its name, followed by -stored,
+-1, -own …, or deeper, longer, looped.
 """
 
 import contextlib
@@ -40,8 +40,8 @@ class CompareConfig:
     seeds: str = "1,2,3"  # a seed is the same data in the same order for every row
     learning_rates: tuple | None = None  # try these for each row with seed 0 and take the best; None: learning_rate
     rates_from: str | None = None  # a folder of results: the rates that its search found for these rows
-    contrasts: str | None = None  # ROW (against the baseline) or ROW:ROW, to be tested; None: CONTRASTS
-    results_dir: str | None = None  # None: results/NAME. Likewise out_dir: what holds the runs' own folders
+    contrasts: str | None = None  # ROW (against the baseline) or ROW:ROW, to be tested; None: those of CONTRASTS
+    results_dir: str | None = None  # None: results/NAME. The runs' own folders are in out_dir, None: out/compare/NAME
     # this machine
     jobs: int = 1  # runs side by side, each with its share of the cores and GPUs
     nproc: int = 1  # processes of one run, started by torchrun
@@ -116,17 +116,14 @@ def check_records(results, scale):
     for record in results.records:
         row, seed = record["row"], record["seed"]
         now = scale.settings(scale.changes(row) | {"seed": seed}).as_dict()
-        where = results.runs / f"{row}-seed{seed}.json"
-        check_same(record, now, scale.data, where, ignore=["learning_rate"])
+        check_same(record, now, scale.data, results.path(record), ignore=["learning_rate"])
 
 
 def check_rates(results, rates):
     for record in results.records:
         row, rate = record["row"], record["settings"]["learning_rate"]
-        other = rates.get(row, rate) != rate
-        where = results.runs / f"{row}-seed{record['seed']}.json"
         words = f"learning_rate is {rate} there and {rates.get(row)} here; choose another --name or remove it"
-        refuse(other, f"{where} was made under other settings: {words}")
+        refuse(rates.get(row, rate) != rate, f"{results.path(record)} was made under other settings: {words}")
 
 
 def warn_of_other_code(records, folder, runs):
@@ -144,6 +141,7 @@ def command_text(s, rows, seeds):
     which = [f"--modes={','.join(rows)}", f"--seeds={','.join(map(str, seeds))}"]
     which += [f"--rates_from={s.rates_from}"] if s.rates_from else []
     which += [f"--learning_rates={','.join(f'{rate:g}' for rate in s.learning_rates)}"] if s.learning_rates else []
+    which += [f"--contrasts={s.contrasts}"] if s.contrasts else []
     return shlex.join(["python", "-m", "tools.compare", *shared, *which, f"--name={s.name}"])
 
 
@@ -169,8 +167,9 @@ def train(s, scale, rows, seeds, results, out_dir):
         results.show()
         if without:
             print(f"without a learning rate: {', '.join(without)}: runs of the search are missing, or all diverged")
-    failed = [run.name for run in runs if run.name in results.failed] + without
-    refuse(failed and not s.print, f"{len(failed)} of {len(runs) + len(without)} runs failed: {', '.join(failed)}", 1)
+    failed = [run.name for run in runs if run.name in results.failed]
+    refuse(failed and not s.print, f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}", 1)
+    refuse(without and not s.print, f"{len(without)} of {len(rows)} rows have no learning rate", 1)
 
 
 def main():

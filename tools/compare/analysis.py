@@ -15,6 +15,7 @@ from scipy.stats import t as student
 from tools.compare.rows import CONTROLS, control_of, length_of_baseline, place, row_of_same_step
 
 CONFIDENCE = 0.95
+CHANGES_NO_STEP = set("seed epochs max_steps eval_every eval_tokens dtype learning_rate".split())
 MARGIN = 0.01  # nats: the smallest difference worth speaking of; luck with learning rates makes smaller ones
 
 
@@ -103,19 +104,19 @@ def p_value(entry, margin=0.0):
     return float(sum(student.sf((mean + side) / error, entry["pairs"] - 1) for side in (-margin, margin)))
 
 
-def holm(p_values):
-    """Holm's adjusted p-values, in the same order: below 0.05 holds although so many were tested."""
+def holm(p_values, tests):
+    """Holm's adjusted p-values, in the same order, of what is there of so many tests."""
     adjusted, highest = [0.0] * len(p_values), 0.0
     for rank, n in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[n]))
+        highest = max(highest, min(1.0, (tests - rank) * p_values[n]))
         adjusted[n] = highest
     return adjusted
 
 
 def contrasts(groups, names):
     """
-    The contrasts (row, against) named beforehand whose rows have at least three pairs: p-values against no difference
-    and against one of up to MARGIN, and Holm's of all of them.
+    The contrasts (row, against) whose rows have at least three pairs: p-values against no difference and against one of
+    up to MARGIN, and Holm's over all that were named.
     """
     entries = []
     for row, against in names:
@@ -124,7 +125,7 @@ def contrasts(groups, names):
             tests = {"p": p_value(entry), "p_margin": p_value(entry, MARGIN)}
             entries.append({"row": row, "against": against, "difference": entry} | tests)
     for p, adjusted in (("p", "holm"), ("p_margin", "holm_margin")):
-        for entry, value in zip(entries, holm([entry[p] for entry in entries]), strict=True):
+        for entry, value in zip(entries, holm([entry[p] for entry in entries], len(names)), strict=True):
             entry[adjusted] = value
     return entries
 
@@ -201,20 +202,11 @@ def training_flops(record):
     return record["curve"]["flops"][-1]
 
 
-def speed_of(record, speeds):
+def speed_of(row, settings, speeds):
     """The row's measured speed, if it is one of this model: a baseline of another length steps as the baseline."""
-    row, settings = record["row"], record["settings"]
     speed = speeds.get(row) or speeds.get(row_of_same_step(row))
-    others = {
-        "seed",
-        "epochs",
-        "max_steps",
-        "eval_every",
-        "eval_tokens",
-        "dtype",
-        "learning_rate",
-    }  # which change no step
-    if not speed or any(speed["settings"].get(key, settings[key]) != settings[key] for key in settings.keys() - others):
+    decisive = settings.keys() - CHANGES_NO_STEP
+    if not speed or any(speed["settings"].get(key, settings[key]) != settings[key] for key in decisive):
         return dict.fromkeys(("tokens_per_second", "relative", "memory", "threads"))
     return speed
 
@@ -224,23 +216,25 @@ def seconds_by_speed(speeds):
     base = speeds.get("baseline", {}).get("tokens_per_second")
 
     def seconds(record):
-        relative = speed_of(record, speeds)["relative"]
+        relative = speed_of(record["row"], record["settings"], speeds)["relative"]
         return base and relative and record["curve"]["tokens"][-1] / (base * relative)
 
     return seconds
 
 
 def summarize(records, speeds):
-    """One entry per row, in the records' order; what is relative is so to the baseline."""
+    """One entry per row, in the order of a table; what is relative is so to the baseline."""
     groups = by_row(records)
     baselines = groups.get("baseline", [])
     base = baselines[0] if baselines else None
-    lengths = [record for row, group in groups.items() if length_of_baseline(row) is not None for record in group]
+    rows_of_lengths = [row for row in groups if length_of_baseline(row) is not None]
+    lengths = [record for row in rows_of_lengths for record in groups[row]]
     seconds = seconds_by_speed(speeds)
+    knows_best = not any(record["best_loss"] is None for record in records)
     summary = []
     for row, group in groups.items():
-        one, speed = group[0], speed_of(group[0], speeds)
-        loss = mean_sd([record["loss"] for record in group])
+        one, speed = group[0], speed_of(row, group[0]["settings"], speeds)
+        loss, others = mean_sd([record["loss"] for record in group]), baselines if row != "baseline" else []
         controls = {control: groups.get(control_of(control, row)) for control in CONTROLS}
         summary.append(
             {
@@ -259,15 +253,15 @@ def summarize(records, speeds):
                 "threads": speed["threads"],
                 "loss": loss,
                 "train_loss": mean_or_none([(record["curve"].get("train_loss") or [None])[-1] for record in group]),
-                "best_loss": mean_sd([record["best_loss"] for record in group]),
+                "best_loss": mean_sd([record["best_loss"] for record in group]) if knows_best else (None, None),
                 "perplexity": math.exp(min(loss[0], 700)),
                 "bits_per_byte": statistics.fmean(map(bits_per_byte, group)),
                 "accuracy": mean_sd([record["accuracy"] for record in group]),
-                "difference": difference(group, baselines) if row != "baseline" else None,
-                "best_difference": difference(group, baselines, "best_loss") if row != "baseline" else None,
-                "against": {control: difference(group, others) for control, others in controls.items() if others},
-                "worth_flops": None if group[0] in lengths else worth(group, lengths, training_flops),
-                "worth_time": None if group[0] in lengths else worth(group, lengths, seconds),
+                "difference": difference(group, others),
+                "best_difference": difference(group, others, "best_loss") if knows_best else None,
+                "against": {control: difference(group, like) for control, like in controls.items() if like},
+                "worth_flops": None if row in rows_of_lengths else worth(group, lengths, training_flops),
+                "worth_time": None if row in rows_of_lengths else worth(group, lengths, seconds),
             }
         )
     return summary

@@ -13,6 +13,7 @@ from lib.errors import UserError
 from lib.files import read_json, write_json
 from lib.plots import markdown_table
 from lib.run import read_metrics
+from tools.compare.analysis import speed_of
 from tools.compare.records import read_speeds, shared_settings
 from tools.compare.rows import row_of_same_step, row_to_tune
 from tools.compare.runs import last_words, start_process, stop, threads
@@ -65,7 +66,7 @@ def plan(scale, rows, seeds, grid, speeds, flops_per_second):
         runs = len(seeds) * (row in rows) + len(grid or ()) * (row in tuned)
         tokens = runs * scale.steps(changes) * scale.plain.batch_tokens
         flops = runs * scale.training_flops(changes)
-        speed = speeds.get(row_of_same_step(row), {}).get("tokens_per_second")
+        speed = speed_of(row, shared_settings(scale.settings(changes).as_dict()), speeds)["tokens_per_second"]
         hours = flops / flops_per_second / 3600 if flops_per_second else speed and tokens / speed / 3600
         for key, value in {"runs": runs, "tokens": tokens, "flops": flops, "hours": hours}.items():
             total[key] = None if total[key] is None or value is None else total[key] + value

@@ -11,11 +11,11 @@ from lib.plots import (
     plot_weights,
     weight_square,
 )
-from tools.compare.analysis import by_row, differences, mean_sd, seconds_by_speed, training_flops
+from tools.compare.analysis import MARGIN, by_row, differences, seconds_by_speed, training_flops
 from tools.compare.rows import length_of_baseline, parse
 
 PICTURES = {
-    "overview": "difference to the baseline at equal tokens, and whether it pays",
+    "overview": "difference from the baseline at equal tokens, and whether it pays",
     "loss_tokens": "validation loss against tokens",
     "loss_flops": "validation loss against training FLOPs",
     "loss_time": "validation loss against time",
@@ -68,17 +68,17 @@ def overview(groups, summary, same, path):
     baselines = groups.get("baseline", [])
     rows = [
         (
-            row,
-            differences(groups[row], baselines),
+            entry["row"],
+            differences(groups[entry["row"]], baselines),
             entry["difference"]["half"],
             entry["worth_flops"],
             entry["worth_time"],
         )
-        for row, entry in ((entry["row"], entry) for entry in summary)
-        if row in same and entry["difference"]
+        for entry in summary
+        if entry["row"] in same and entry["difference"]
     ]
     if rows:
-        plot_overview(rows, mean_sd([record["loss"] for record in baselines])[1], path, svg=True)
+        plot_overview(rows, MARGIN, path, svg=True)
 
 
 def weight_panels(row, group):

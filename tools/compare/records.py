@@ -5,7 +5,8 @@ merged by copying them into one folder.
     row, seed, settings, data        what was trained; of the settings those that a comparison must share
     code, commit, date, machine      the hash of the code that can change a loss; device, dtype, compile, torch …
     parameters, flops_per_token
-    loss, best_loss, perplexity, accuracy, bits_per_byte     of all validation tokens, at the end
+    loss, perplexity, accuracy, bits_per_byte     of all validation tokens, at the end
+    best_loss                        of all evaluations; null if those on the way saw a part of the text (eval_tokens)
     curve                            tokens, flops, seconds and loss of each evaluation, and as train_loss the mean of
                                      the batches logged since the one before; null if none was
     weights, depth_mixing            what the residual has learned, and what that does
@@ -75,7 +76,7 @@ def make_record(folder, row, seed):
         "parameters": info["parameters"],
         "flops_per_token": flops,
         "loss": whole["eval_loss"],
-        "best_loss": min(losses) if run["settings"].get("eval_tokens") is None else whole["eval_loss"],
+        "best_loss": min(losses) if run["settings"].get("eval_tokens") is None else None,
         "perplexity": whole["eval_perplexity"],
         "accuracy": whole["eval_accuracy"],
         "bits_per_byte": whole["eval_bits_per_byte"],
@@ -183,7 +184,7 @@ RECORD = {
     "parameters": whole,
     "flops_per_token": above,
     "loss": number,
-    "best_loss": number,
+    "best_loss": maybe(number),
     "accuracy": number,
     "curve": dict.fromkeys(("tokens", "flops", "seconds", "loss"), numbers)
     | {"train_loss": maybe(is_list(maybe(number)))},  # null: a record of before

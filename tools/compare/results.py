@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lib.errors import refuse
 from lib.files import read_json, write_json, write_whole
-from tools.compare.analysis import by_row, contrasts, kind, one_kind, summarize
+from tools.compare.analysis import by_row, contrasts, kind, one_kind, record_name, summarize
 from tools.compare.pictures import PICTURES, plot_all
 from tools.compare.records import DEFAULTS, check_same, is_list, read_records, read_speeds, text
 from tools.compare.tables import full_table, rate_table, readme_text, terminal_table, write_csv
@@ -28,7 +28,7 @@ class Results:
             one, twice = group[0], [item for item, n in Counter((r["seed"], kind(r)) for r in group).items() if n > 1]
             refuse(twice, f"{self.runs} holds two records of {row} with one seed: remove one of them")
             for record in group:
-                where = self.runs / f"{row}-seed{record['seed']}.json"
+                where = self.path(record)
                 check_same(record, DEFAULTS | one["settings"], self.records[0]["data"], where, ignore=["seed"])
                 same = record["curve"]["tokens"] == one["curve"]["tokens"]
                 refuse(not same, f"{where} was evaluated at other steps than seed {one['seed']}: remove one of them")
@@ -39,6 +39,9 @@ class Results:
             self.contrasts = names
         other = asked and self.contrasts != names
         refuse(other, f"the contrasts of {self.folder} are named already, in its results.json: leave --contrasts out")
+
+    def path(self, record):
+        return self.runs / f"{record_name(record)}.json"
 
     def has(self, name):
         return any((folder / f"{name}.json").exists() for folder in (self.runs, self.runs / "tuning"))
@@ -74,8 +77,9 @@ class Results:
     def show(self):
         """Everything anew, and the table for the terminal."""
         if not self.records:
-            if self.tuning()[0]:
-                print(f"the search for learning rates, so far:\n\n{rate_table(*self.tuning())}")
+            search = self.tuning()
+            rates = f"the search for learning rates, so far:\n\n{rate_table(*search)}" if search[0] else ""
+            print(rates or "no records yet")
             return
         records = one_kind(self.records)[0]
         plot_all(records, summarize(records, self.speeds), self.speeds, self.folder)

@@ -1,7 +1,7 @@
 """
 What a row of the comparison is, and what it costs.
 
-    MODE            a residual mode by its name; with any of these behind it, in this order:
+    MODE            a residual mode by its name; followed by any of these, in this order:
       -stored       recompute=False: no earlier layer is run again
       -K            reruns=K: only the nearest K earlier layers are run again, as in method3_2-1
       -own          residual_start=own: the weights under the softmax start near the plain residual
@@ -87,7 +87,7 @@ def parse(name):
     rows = f"choose from {', '.join(modes)}; {', '.join(CONTROLS)}, also for a row, as in deeper-method4_2"
     refuse(first not in modes, f"row {name!r} is not known: {rows}")
     variants = "-stored, -K (a number of re-runs), -own, -fast, -xF (F times the steps), in this order"
-    refuse(not match, f"row {name!r} is not known: behind a mode there may be {variants}")
+    refuse(not match, f"row {name!r} is not known: a mode may be followed by {variants}")
     row = Row(
         match["control"],
         match["mode"],

@@ -69,9 +69,10 @@ class Run:
         return self.info().get("state") == "finished"
 
     def divergence(self):
-        """What train.py said when the loss was no longer finite; None: that was not so."""
-        error = str(self.info().get("error"))
-        return error.partition(": stopped;")[0] if error.startswith("step ") and ": stopped;" in error else None
+        """What train.py said when the loss was no longer finite; None: that was not so, or not with this command."""
+        error, command = (str(self.info().get(key)) for key in ("error", "command"))
+        diverged = error.startswith("step ") and ": stopped;" in error and command.endswith(shlex.join(self.options))
+        return error.partition(": stopped;")[0] if diverged else None
 
     def finish(self):
         """Keep of the finished run what table and pictures need."""
@@ -86,6 +87,7 @@ class Run:
         return record
 
     def finish_diverged(self):
+        self.check_folder()
         record = {"row": self.row, "seed": self.seed, "settings": shared_settings(self.settings.as_dict())}
         record |= {"data": self.data, "code": code_hash(), "diverged": self.divergence()}
         write_record(self.record, record)
@@ -240,7 +242,7 @@ class Queue:
                 if status:
                     raise UserError(f"exit status {status}, {last_words(run.log)}")
                 record = run.finish()
-                self.bar.write(f"{run.name}: validation loss {record['loss']:.4f}, best {record['best_loss']:.4f}")
+                self.bar.write(f"{run.name}: validation loss {record['loss']:.4f}")
         except (UserError, OSError) as error:
             self.fail(run, error)
             return

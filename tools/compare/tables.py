@@ -58,14 +58,15 @@ COLUMNS = {
     "accuracy": lambda e: show(e["accuracy"][0], ".4f"),
     "Δ loss": lambda e: show_difference(e["difference"]),
     "Δ best loss": lambda e: show_difference(e["best_difference"]),
-    "Δ to longer": lambda e: show_difference(e["against"].get("longer")),
-    "Δ to deeper": lambda e: show_difference(e["against"].get("deeper")),
-    "Δ to looped": lambda e: show_difference(e["against"].get("looped")),
+    "Δ vs longer": lambda e: show_difference(e["against"].get("longer")),
+    "Δ vs deeper": lambda e: show_difference(e["against"].get("deeper")),
+    "Δ vs looped": lambda e: show_difference(e["against"].get("looped")),
     "worth, FLOPs": lambda e: show_worth(e["worth_flops"]),
     "worth, time": lambda e: show_worth(e["worth_time"]),
 }
 # left out where all are empty
-OPTIONAL = ("training loss", "Δ to longer", "Δ to deeper", "Δ to looped", "worth, FLOPs", "worth, time")
+OPTIONAL = ["training loss", "best loss", "Δ best loss", "Δ vs longer", "Δ vs deeper", "Δ vs looped"]
+OPTIONAL += ["worth, FLOPs", "worth, time"]
 # what the terminal shows first; as much as fits
 BY_IMPORTANCE = [
     "row",
@@ -77,8 +78,9 @@ BY_IMPORTANCE = [
     "tokens/s",
     "parameters",
     "worth, time",
+    "Δ vs looped",
+    "bits/byte",
 ]
-BY_IMPORTANCE += ["Δ to looped", "bits/byte"]
 
 
 def full_table(summary):
@@ -173,7 +175,7 @@ def machines_text(records):
         f"commit {together(str(record.get('commit'))[:12] for record in records)}",
         " to ".join(dict.fromkeys([dates[0], dates[-1]])),
     ]
-    return f"Made on {'; '.join(parts)}."
+    return f"Run on {'; '.join(parts)}."
 
 
 def together(words):
@@ -182,17 +184,17 @@ def together(words):
 
 COLUMNS_TEXT = """\
 Losses are validation losses in nats, last and best of a run: mean ± standard deviation over seeds. The training loss \
-is the mean of the batches logged since the last evaluation but one. Bits per byte and accuracy are means of the last, \
+is the mean of the batches logged between the last two evaluations. Bits per byte and accuracy are means of the last, \
 perplexity is exp of the mean loss. FLOPs/token (forward), training FLOPs and tokens/s are relative to the baseline; \
-tokens/s and the process's peak memory are {measured}. Δ is the difference to the baseline, or to the control that \
+tokens/s and the process's peak memory are {measured}. Δ is the difference from the baseline, or from the control that \
 costs what the row costs, paired by seed (the same data in the same order) ± half of its 95 % interval by Student's t; \
 ≈ marks noise: the interval holds zero, or there is a single seed.
 """
 WORTH_TEXT = """
 Worth is what the baseline would have to spend to reach a row's loss, divided by what the row spent: above 1 it pays. \
-It comes from the baseline's own lengths (`baseline-x2` has twice the steps), interpolated monotonically over the \
-logarithm of FLOPs or of time, per seed: geometric mean and 95 % interval; > and < are bounds where seeds lie outside \
-of the measured lengths.
+It comes from the baseline trained shorter and longer (`baseline-x2` has twice the steps), interpolated monotonically \
+over the logarithm of FLOPs or of time, per seed: geometric mean and 95 % interval; > and < are bounds where seeds lie \
+outside of what was measured.
 """
 BEYOND_TEXT = f"""\
 The first p is that of no difference *at these learning rates*; the last two are those of a difference of up to \
@@ -211,7 +213,7 @@ def about_text(summary, records):
     parts = [
         f"{one['n_layer']} layers × {one['n_embd']}, {one['n_head']} heads, length {one['block_size']}",
         f"{summary[0]['tokens']:,} tokens per run of {summary[0]['row']} in batches of {one['batch_tokens']:,}",
-        f"learning rate {one['learning_rate']:g}" if len(rates) == 1 else "learning rates tuned for each row",
+        f"learning rate {one['learning_rate']:g}" if len(rates) == 1 else "a learning rate for each row",
         f"data: {data['source']}, {data['train_tokens']:,} tokens",
         f"seeds {', '.join(map(str, sorted({record['seed'] for record in records})))}",
     ]
@@ -235,8 +237,10 @@ def readme_text(name, results, records, tuning, pictures):
                 f"\nNoise floor: the baseline's standard deviation over its {seeds} seeds is {deviation:.4f} nats.\n"
             )
     if contrasts:
-        text += f"\n## Contrasts named beforehand\n\n{contrast_table(contrasts)}\n\n"
-        text += f"Paired t-tests, two-sided; Holm's p allows for all {len(contrasts)} of them. {BEYOND_TEXT}"
+        text += f"\n## Contrasts\n\n{contrast_table(contrasts)}\n\n"
+        named = len(results["named_contrasts"])
+        text += f"Paired t-tests, two-sided; Holm's p allows for all {named} that were fixed before the first record. "
+        text += BEYOND_TEXT
     if tuning[0]:
         text += f"\n## Learning rates\n\n{rate_table(*tuning)}\n{RATES_TEXT}"
         edge = [row for row, tried in tuning[0].items() if best_rate(tried) in (min(tried), max(tried))]
