@@ -552,6 +552,12 @@ def test_each_row_gets_the_best_of_its_rates(tmp_path, monkeypatch, forked, caps
     # another comparison may take the rates that were found here
     found = tuning.known_rates(["method3_2-1"], tmp_path / "results")
     assert found == {"method3_2-1": entry["learning_rate"]}
+    assert "warning" not in capsys.readouterr().err
+    for path in (tmp_path / "begun/runs/tuning").glob("method3_2-lr*.json"):
+        if json.loads(path.read_text())["settings"]["learning_rate"] > entry["learning_rate"]:
+            path.unlink()
+    assert tuning.known_rates(["method3_2-1"], tmp_path / "begun") == found
+    assert "or is not at its end: method3_2-1\n" in capsys.readouterr().err
     with pytest.raises(UserError, match="has no learning rate of mudd"):
         call(monkeypatch, *arguments(tmp_path / "other", modes="mudd", rates_from=tmp_path / "results"))
 

@@ -7,7 +7,7 @@ from lib.files import write_whole
 from lib.plots import markdown_table
 from tools.compare.analysis import MARGIN
 from tools.compare.rows import parse
-from tools.compare.tuning import best_rate
+from tools.compare.tuning import best_rate, rows_at_an_edge
 
 TERMINAL_WIDTH = 120
 
@@ -243,8 +243,7 @@ def readme_text(name, results, records, tuning, pictures):
         text += BEYOND_TEXT
     if tuning[0]:
         text += f"\n## Learning rates\n\n{rate_table(*tuning)}\n{RATES_TEXT}"
-        edge = [row for row, tried in tuning[0].items() if best_rate(tried) in (min(tried), max(tried))]
-        if edge:
+        if edge := rows_at_an_edge(tuning[0]):
             text += f"The best rate lies at an edge, so that a better one may lie beyond it: {', '.join(edge)}.\n"
     if pictures:
         text += "\n## Pictures\n\n" + "".join(f"![{words}]({picture}.png)\n" for picture, words in pictures.items())

@@ -5,6 +5,7 @@ worst.
 """
 
 import math
+import sys
 
 from lib.errors import refuse
 from tools.compare.records import check_same, read_records
@@ -31,6 +32,11 @@ def rates_to_try(grid, losses):
 
 def best_rate(losses):
     return min(sorted(losses), key=losses.get)
+
+
+def rows_at_an_edge(losses):
+    """Rows whose best rate has none tried on one side of it: a better one may lie beyond."""
+    return [row for row, tried in losses.items() if best_rate(tried) in (min(tried), max(tried))]
 
 
 def rounded(rate):
@@ -87,6 +93,10 @@ class Tuning:
 def known_rates(rows, folder):
     """{row: rate} that the search in another folder of results found."""
     losses, _ = tuning_losses(read_records(folder / "runs" / "tuning", may_diverge=True)[0])
-    without = [row for row in rows if min(losses.get(row_to_tune(row), {}).values(), default=math.inf) == math.inf]
+    searched = {row: losses.get(row_to_tune(row), {}) for row in rows}
+    without = [row for row, tried in searched.items() if min(tried.values(), default=math.inf) == math.inf]
     refuse(without, f"{folder} has no learning rate of {', '.join(without)}: choose other rows, or search")
-    return {row: best_rate(losses[row_to_tune(row)]) for row in rows}
+    if edge := rows_at_an_edge(searched):
+        words = f"the search in {folder} found its best at an edge, or is not at its end: {', '.join(edge)}"
+        print(f"warning: {words}", file=sys.stderr)
+    return {row: best_rate(tried) for row, tried in searched.items()}
