@@ -1,4 +1,4 @@
-# deep and narrow, on one megabyte of text: results/shakespeare (python data/shakespeare/prepare.py)
+# deep and narrow, on one megabyte of text (python data/shakespeare/prepare.py)
 dataset = "shakespeare"
 n_layer = 8
 n_head = 4

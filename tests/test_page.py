@@ -71,7 +71,8 @@ def make_comparison(folder):
             curve = {"tokens": [640, 1280], "flops": [flops, 2 * flops], "seconds": [10, 20], "loss": [loss + 1, loss]}
             record = {"row": row, "seed": seed, "settings": {"batch_tokens": 64}, "code": "", "parameters": 900}
             record |= {"data": {"val_tokens": 101, "val_bytes": 200, "source": "a text"}, "curve": curve}
-            record |= {"flops_per_token": 1e4, "loss": loss, "best_loss": loss, "weights": None}
+            record |= {"flops_per_token": 1e4, "loss": loss, "best_loss": loss, "weights": None, "depth_mixing": None}
+            record["bits_per_byte"] = loss * 100 / math.log(2) / 200
             (folder / f"runs/{row}-seed{seed}.json").write_text(json.dumps(record))
         numbers = {"tokens": 1280, "parameters": 900, "n_layer": 4, "loops": 1, "learning_rate": 0.004, "memory": None}
         numbers |= {"relative_training_flops": flops, "relative_flops": flops, "relative_speed": 1 / flops}

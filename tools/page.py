@@ -254,9 +254,9 @@ class Record(File):
             "progress": 1,
             "loss": number(content["loss"]),
             "best_loss": number(content["best_loss"]),
-            "bits_per_byte": number(content.get("bits_per_byte", content["loss"] * bits)),
+            "bits_per_byte": number(content["bits_per_byte"]),
             "val": curve,
-            "mixing": depth_mixing(content["depth_mixing"]) if content.get("depth_mixing") else None,
+            "mixing": depth_mixing(content["depth_mixing"]) if content["depth_mixing"] else None,
         }
 
 
@@ -265,8 +265,8 @@ class Comparison(File):
 
     def read(self, content):
         failed = [f"failed: {name}: {words}" for name, words in content["failed"].items()]
-        notes = [text(line) for line in content.get("left_out", []) + failed]
-        commands = [text(line) for line in content.get("commands") or [content["command"]]]
+        notes = [text(line) for line in content["left_out"] + failed]
+        commands = [text(line) for line in content["commands"]]
         rows = [self.row(row) for row in content["rows"]]
         return {"name": str(self.path.parent), "note": "\n".join(notes), "command": "\n".join(commands), "rows": rows}
 

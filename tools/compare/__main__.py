@@ -3,7 +3,7 @@ The experiment: residual modes × learning rates × seeds under one budget, thro
 
     python -m tools.compare config/shakespeare.py --modes=baseline,method3_2,looped --seeds=1,2,3 --jobs=2
     python -m tools.compare config/tuned.py --learning_rates=4e-3,8e-3,1.6e-2 --print=True > commands.txt
-    python -m tools.compare results/shakespeare
+    python -m tools.compare results/tuned
 
 Keys of train.py may be given too, for all rows. A finished run leaves a small record in results/NAME/runs, and tables
 and pictures are made from the records; the same command again makes what is missing. A folder of results alone: its

@@ -23,24 +23,20 @@ MARGIN = 0.01  # nats: the smallest difference worth speaking of; luck with lear
 
 
 def kind(record):
-    """
-    What records of one mean share: the code that can change a loss, the device's type and the number format. Those of
-    before say no machine, and their hash was one of comments, too: unknown, which mixes with unknown only.
-    """
-    machine = record.get("machine")
-    return (record["code"], machine["device"], machine["dtype"]) if machine else ("unknown",) * 3
+    """What records of one mean share: the code that can change a loss, the device's type and the number format."""
+    return record["code"], record["machine"]["device"], record["machine"]["dtype"]
 
 
 def one_kind(records):
     """The records of the kind that most are of, at a tie of the newest, and lines that name the others."""
     counts = Counter(map(kind, records))
-    dates = sorted((record.get("date") or "", kind(record)) for record in records)
+    dates = sorted((record["date"], kind(record)) for record in records)
     newest = {one: date for date, one in dates}
     main = max(counts, key=lambda one: (counts[one], newest[one]))
     lines = []
     for other in (other for other in counts if other != main):
         names = [record_name(record) for record in records if kind(record) == other]
-        commits = sorted({str(record.get("commit")) for record in records if kind(record) == other})
+        commits = sorted({str(record["commit"]) for record in records if kind(record) == other})
         what = [
             f"{name} {theirs[:12]} instead of {ours[:12]}"
             for name, theirs, ours in zip(("code", "device", "dtype"), other, main, strict=True)
@@ -192,12 +188,6 @@ def by_row(records):
     return groups
 
 
-def bits_per_byte(record):
-    """Of the validation text; every token but the first is predicted."""
-    data = record["data"]
-    return record["loss"] * (data["val_tokens"] - 1) / math.log(2) / data["val_bytes"]
-
-
 def training_flops(record):
     return record["curve"]["flops"][-1]
 
@@ -252,10 +242,10 @@ def summarize(records, speeds):
                 "memory": speed["memory"],
                 "threads": speed["threads"],
                 "loss": loss,
-                "train_loss": mean_or_none([(record["curve"].get("train_loss") or [None])[-1] for record in group]),
+                "train_loss": mean_or_none([record["curve"]["train_loss"][-1] for record in group]),
                 "best_loss": mean_sd([record["best_loss"] for record in group]) if knows_best else (None, None),
                 "perplexity": math.exp(min(loss[0], 700)),
-                "bits_per_byte": statistics.fmean(map(bits_per_byte, group)),
+                "bits_per_byte": statistics.fmean(record["bits_per_byte"] for record in group),
                 "accuracy": mean_sd([record["accuracy"] for record in group]),
                 "difference": difference(group, others),
                 "best_difference": difference(group, others, "best_loss") if knows_best else None,

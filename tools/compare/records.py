@@ -29,7 +29,7 @@ from lib.errors import UserError, refuse
 from lib.files import read_json, write_whole
 from lib.run import LATEST, read_metrics
 from model import GPTConfig
-from tools.compare.rows import is_known, parse
+from tools.compare.rows import is_known
 from tools.report import read_mixing
 from train import ROOT, SETTINGS, RecipeConfig, RunConfig
 
@@ -166,7 +166,7 @@ def holds(value, shape):
     """Whether a value is as a shape says: a function that checks it, or a dict of shapes for the keys to be there."""
     if not isinstance(shape, dict):
         return shape(value)
-    return isinstance(value, dict) and all(holds(value.get(key), part) for key, part in shape.items())
+    return isinstance(value, dict) and all(key in value and holds(value[key], part) for key, part in shape.items())
 
 
 MACHINE = {"compile": lambda value: isinstance(value, bool)}
@@ -178,17 +178,18 @@ RECORD = {
     "settings": {"n_layer": whole, "learning_rate": number, "n_embd": whole, "n_head": whole, "batch_tokens": whole}
     | {"block_size": whole},
     "data": {"val_tokens": above, "val_bytes": above, "train_tokens": above, "source": text},
-    "machine": maybe(lambda value: holds(value, MACHINE)),
-    "date": maybe(text),
+    "machine": MACHINE,
+    "date": text,
     "commit": maybe(text),
     "parameters": whole,
     "flops_per_token": above,
     "loss": number,
     "best_loss": maybe(number),
     "accuracy": number,
-    "curve": dict.fromkeys(("tokens", "flops", "seconds", "loss"), numbers)
-    | {"train_loss": maybe(is_list(maybe(number)))},  # null: a record of before
+    "bits_per_byte": number,
+    "curve": dict.fromkeys(("tokens", "flops", "seconds", "loss"), numbers) | {"train_loss": is_list(maybe(number))},
     "weights": maybe(lambda value: isinstance(value, (dict, list))),
+    "depth_mixing": maybe(lambda value: isinstance(value, dict)),
 }
 DIVERGED = {"row": text, "seed": whole, "settings": {"learning_rate": number}, "diverged": text}
 SPEED = {"tokens_per_second": above, "relative": above, "memory": whole, "threads": whole}
@@ -197,9 +198,8 @@ SPEED["settings"] = lambda value: isinstance(value, dict)
 
 def is_series(record):
     """Whether what belongs together is of one length: the curve's points, the weights of a layer, a mixing's cells."""
-    curve, mixing, layers = record["curve"], record.get("depth_mixing"), record.get("weights")
-    series = [points for points in map(curve.get, RECORD["curve"]) if points is not None]
-    good = len({len(points) for points in series}) == 1 and min(curve["tokens"]) > 0 < min(curve["flops"])
+    curve, mixing, layers = record["curve"], record["depth_mixing"], record["weights"]
+    good = len({len(curve[key]) for key in RECORD["curve"]}) == 1 and min(curve["tokens"]) > 0 < min(curve["flops"])
     layers = layers if isinstance(layers, list) else None  # of other modes tensors by name
     good = good and (layers is None or len(layers) == record["settings"]["n_layer"])
     for m, layer in enumerate(layers or []):
@@ -224,13 +224,8 @@ def read_speeds(path):
 
 
 def check_same(made, now, data, where, ignore=()):
-    """
-    Refuse what was made under other settings than now or from other data; a key that was not there then had its
-    default. Records without a machine are of before, when sums cost no FLOPs: their controls' length or depth is left.
-    """
+    """Refuse what was made under other settings than now or of other data; a key that was not there had its default."""
     then, now = shared_settings(DEFAULTS | made["settings"]), shared_settings(now)
-    if "row" in made and "machine" not in made and parse(made["row"]).control:
-        ignore = (*ignore, "epochs", "max_steps", "n_layer")
     different = [key for key in SAME_KEYS if key not in ignore and then[key] != now[key]]
     words = [f"{key} is {then[key]} there and {now[key]} here" for key in different]
     if made["data"] | {"source": None} != data | {"source": None}:  # a file's name and an address may differ

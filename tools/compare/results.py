@@ -96,8 +96,6 @@ def read_results(path):
     results = {"commands": [], "named_contrasts": None, "failed": {}}
     if path.exists():
         results |= {"named_contrasts": []} | read_json(path)
-    if text(results.get("command")):  # of before
-        results["commands"] = [results["command"].replace("python compare.py", "python -m tools.compare")]
     failed, named = results["failed"], results["named_contrasts"]
     good = is_list(text)(results["commands"]) and isinstance(failed, dict) and all(map(text, failed.values()))
     good = good and (named is None or (is_list(is_list(text))(named) and {len(pair) for pair in named} <= {2}))

@@ -160,19 +160,14 @@ def rate_table(losses, diverged):
 
 def machines_text(records):
     """What the runs were made on and with."""
-    machines = [record["machine"] for record in records if record.get("machine")]
-    if not machines:
-        versions = len({record["code"] for record in records})
-        return (
-            f"The records, of {versions} version{'s' * (versions > 1)} of the code, do not say on what they were made."
-        )
-    dates = sorted(str(record.get("date"))[:10] for record in records)
+    machines = [record["machine"] for record in records]
+    dates = sorted(record["date"][:10] for record in records)
     parts = [
         together(f"{m['processor']} ({m['device']}, {m['dtype']})" for m in machines),
         f"torch {together(m['torch'] for m in machines)}",
         f"{sum(bool(m['compile']) for m in machines)} of {len(machines)} runs compiled",
         f"code {together(record['code'][:12] for record in records)}",
-        f"commit {together(str(record.get('commit'))[:12] for record in records)}",
+        f"commit {together(str(record['commit'])[:12] for record in records)}",
         " to ".join(dict.fromkeys([dates[0], dates[-1]])),
     ]
     return f"Run on {'; '.join(parts)}."
