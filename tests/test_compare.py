@@ -242,7 +242,9 @@ def test_tables_and_pictures(calls):
     assert len(made_by) == 2 and "--n_layer=2" in made_by[0] and "--jobs" not in made_by[1]
     assert made_by[0].endswith("--modes=baseline --seeds=1 --name=tiny")
     assert made_by[1].endswith("--modes=baseline,method3_2 --seeds=1,2 --name=tiny")
-    assert "Noise floor" in readme and "missing: `--measure=True` fills them in" in readme
+    assert "Noise floor: the baseline's standard deviation over its 2 seeds is " in readme
+    assert "As all rows together show it, a difference between two rows with one seed has" in readme
+    assert "missing: `--measure=True` fills them in" in readme
     assert "--measure=True fills them in" in calls.stdout4
     assert max(map(len, calls.stdout4.splitlines())) <= 120
     assert "Contrasts" not in readme  # two pairs test nothing
@@ -737,6 +739,19 @@ def test_arithmetic_of_the_table():
     assert (cells["FLOPs/token"], cells["tokens/s"], cells["peak MB"]) == ("4.50", "0.25", "3")
     cells = {name: cell(longer) for name, cell in tables.COLUMNS.items()}
     assert (cells["loss"], cells["Δ loss"], cells["tokens/s"]) == ("1.5000", "≈ -0.5000", "–")
+
+
+def test_the_noise_of_all_rows_together():
+    """Of a thousand rows it is what was put in, whatever the rows' and seeds' own means."""
+    rng = np.random.default_rng(0)
+    losses = rng.normal(0, 0.02, (1000, 4)) + rng.normal(0, 1, (1000, 1)) + rng.normal(0, 1, (1, 4))
+    groups = {n: [record("method1", seed, loss) for seed, loss in enumerate(row)] for n, row in enumerate(losses)}
+    assert analysis.paired_deviation(groups) == pytest.approx(0.02 * math.sqrt(2), rel=0.05)
+    # of two rows it is that of their differences; seeds that one of them lacks do not count
+    two = {0: groups[0], 1: [*groups[1], record("method1", 9, 5.0)]}
+    assert analysis.paired_deviation(two) == pytest.approx(statistics.stdev(losses[0] - losses[1]))
+    assert analysis.paired_deviation({0: groups[0], 1: groups[1][:1]}) is None
+    assert analysis.paired_deviation({0: groups[0]}) is None
 
 
 @pytest.mark.parametrize("pairs", [2, 3, 5, 10, 40])

@@ -89,6 +89,20 @@ def difference(records, others, key="loss"):
     return estimate(pairs) if pairs else None
 
 
+def paired_deviation(groups):
+    """
+    The standard deviation of a difference between two rows with one seed, as all rows together show it: what is left of
+    the losses without the means of their rows and seeds, times √2. None without two rows that share two seeds.
+    """
+    losses = [{record["seed"]: record["loss"] for record in group} for group in groups.values()]
+    seeds = set.intersection(*map(set, losses))
+    if len(seeds) < 2 or len(losses) < 2:
+        return None
+    table = np.array([[row[seed] for seed in seeds] for row in losses])
+    rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
+    return math.sqrt(2 * (rest**2).sum() / (len(losses) - 1) / (len(seeds) - 1))
+
+
 def p_value(entry, margin=0.0):
     """
     Of a difference of several pairs: the paired t-test's, two-sided. With a margin, that of a difference at least as

@@ -215,6 +215,22 @@ def about_text(summary, records):
     return f"{'; '.join(parts)}. {machines_text(records)}"
 
 
+def noise_text(summary, paired_deviation):
+    """The baseline's spread; of few seeds it says little, all rows together say more."""
+    lines = [
+        f"Noise floor: the baseline's standard deviation over its {len(entry['seeds'])} seeds is "
+        f"{entry['loss'][1]:.4f} nats.\n"
+        for entry in summary
+        if entry["row"] == "baseline" and entry["loss"][1] is not None
+    ]
+    if paired_deviation is not None:
+        lines.append(
+            "As all rows together show it, a difference between two rows with one seed has a standard deviation of "
+            f"{paired_deviation:.4f}: what is left of the losses without the means of rows and seeds, times √2.\n"
+        )
+    return "\n" + "".join(lines) if lines else ""
+
+
 def readme_text(name, results, records, tuning, pictures):
     """results: what results.json holds; tuning: losses and divergences; pictures: {name: what it shows}."""
     summary, contrasts = results["rows"], results["contrasts"]
@@ -225,12 +241,7 @@ def readme_text(name, results, records, tuning, pictures):
     text += COLUMNS_TEXT.format(measured=measured if threads else "missing: `--measure=True` fills them in")
     if any(entry["worth_flops"] for entry in summary):
         text += WORTH_TEXT
-    for entry in summary:
-        if entry["row"] == "baseline" and entry["loss"][1] is not None:
-            seeds, deviation = len(entry["seeds"]), entry["loss"][1]
-            text += (
-                f"\nNoise floor: the baseline's standard deviation over its {seeds} seeds is {deviation:.4f} nats.\n"
-            )
+    text += noise_text(summary, results["paired_deviation"])
     if contrasts:
         text += f"\n## Contrasts\n\n{contrast_table(contrasts)}\n\n"
         named = len(results["named_contrasts"])
