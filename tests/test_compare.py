@@ -965,7 +965,7 @@ def test_the_readme_prints_what_the_results_say():
     for section in (ROOT / "README.md").read_text().split("\n## "):
         named = [folder for folder in re.findall(r"results/(\w+)", section) if ROOT / "results" / folder in RESULTS]
         lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line[:1] == "|"]
-        if not named or lines[0][0] != "row":
+        if not named or not lines or lines[0][0] != "row":
             continue
         header, _, *cells = lines
         entries = json.loads((ROOT / "results" / named[0] / "results.json").read_text())["rows"]
