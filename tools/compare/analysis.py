@@ -100,7 +100,7 @@ def paired_deviation(groups):
         return None
     table = np.array([[row[seed] for seed in seeds] for row in losses])
     rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
-    return math.sqrt(2 * (rest**2).sum() / (len(losses) - 1) / (len(seeds) - 1))
+    return math.hypot(*rest.flat) * math.sqrt(2 / (len(losses) - 1) / (len(seeds) - 1))
 
 
 def p_value(entry, margin=0.0):
