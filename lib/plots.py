@@ -199,12 +199,13 @@ def panel_grid(panels, cells, beside=0.0):
 
 
 def write_numbers(axes, square, texts, light, inches):
-    """A text into each cell that is not nan, white where light, unless the cells are too small for it."""
+    """Texts into cells, white where light; returns whether the cells are large enough for that."""
     cell = 72 * inches / len(square)  # points
-    size = min(7.0, cell / (0.65 * max(map(len, texts.values()))))
+    size = min(7.0, cell / (0.65 * max(map(len, texts.values()), default=1)))
     for (m, i), text in texts.items() if size >= 4.5 else ():
         colour = "white" if light[m, i] else INK
         axes.text(i, m, text, color=colour, ha="center", va="center", fontsize=size)
+    return size >= 4.5
 
 
 def label_square(axes, title, x_label, y_label):
@@ -423,7 +424,8 @@ def plot_weights(panels, path, svg=False):
 def plot_depth_mixing(panels, path, svg=False):
     """
     panels: (title, {"rows": who reads, "columns": what is read, "matrix": the factors}). The plain residual is 1
-    everywhere below the diagonal, and colourless; twice as much is as far from it as half as much.
+    everywhere below the diagonal, and colourless; twice as much is as far from it as half as much. What is below 0 is
+    beyond the scale and has a minus.
     """
     squares = [(title, mixing, readable(mixing["matrix"])) for title, mixing in panels]
     figure, grid, side = panel_grid(len(panels), max(len(square) for *_, square in squares), beside=0.9)
@@ -437,7 +439,9 @@ def plot_depth_mixing(panels, path, svg=False):
         edges = np.repeat(np.arange(n + 1) - 0.5, 2)  # the outline of the stairs, for what has no colour
         axes.fill([*edges[1:], -0.5], [*edges[:-1], n - 0.5], fill=False, edgecolor=GREY, linewidth=0.6)
         texts = {at: three_digits(f) for at, f in np.ndenumerate(square) if not np.isnan(f)}
-        write_numbers(axes, square, texts, np.abs(colours) > 0.65 * top, side - 1.1)
+        light, room = np.abs(colours) > 0.65 * top, side - 1.1
+        if not write_numbers(axes, square, texts, light, room):
+            write_numbers(axes, square, {at: "–" for at, f in np.ndenumerate(square) if f < 0}, light, room)
         shown = range(0, n, math.ceil(n / (8 * (side - 1.1))))  # names that fit: eight per inch
         axes.set_xticks(shown, [mixing["columns"][i] for i in shown], rotation=90)
         axes.set_yticks(shown, [mixing["rows"][m] for m in shown])
@@ -447,7 +451,7 @@ def plot_depth_mixing(panels, path, svg=False):
             axes.xaxis.label.set_visible(panel + columns >= len(grid))
             axes.yaxis.label.set_visible(panel % columns == 0)
     extend = "both" if largest > top else "neither"
-    text = "factor; the plain residual is 1"
+    text = "factor; the plain residual is 1" + "; – is below 0" * any((square < 0).any() for *_, square in squares)
     bar = figure.colorbar(image, ax=grid, extend=extend, shrink=0.6 if len(grid) < 4 else 0.3, label=text)
     ticks = [n for n in (-3, -2, -1, -0.5, -0.25, -0.1, 0, 0.1, 0.25, 0.5, 1, 2, 3) if abs(n) <= top]
     ticks = [n for n in ticks if n == 0 or abs(n) > top / 4]

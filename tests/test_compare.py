@@ -28,7 +28,7 @@ import tools.compare.__main__ as compare
 from configurator import configure
 from lib.code import code_hash
 from lib.errors import UserError
-from tools.compare import analysis, measure, results, rows, runs, tables, tuning
+from tools.compare import analysis, measure, pictures, results, rows, runs, tables, tuning
 from tools.compare.rows import parse
 from train import SETTINGS
 
@@ -248,13 +248,23 @@ def test_tables_and_pictures(calls):
     assert "--measure=True fills them in" in calls.stdout4
     assert max(map(len, calls.stdout4.splitlines())) <= 120
     assert "Contrasts" not in readme  # two pairs test nothing
-    pictures = re.findall(r"\((\w+)\.png\)", readme)
+    shown = re.findall(r"\((\w+)\.png\)", readme)
     names = "overview loss_tokens loss_flops loss_time frontier_flops weights depth_mixing".split()
-    assert sorted(names) == sorted(pictures)
-    for name in pictures:
+    assert sorted(names) == sorted(shown)
+    for name in shown:
         height, width, _ = matplotlib.image.imread(calls.folder / f"results/{name}.png").shape
         assert 300 < height and 300 < width <= 1500
         assert (calls.folder / f"results/{name}.svg").read_text().startswith("<?xml")
+
+
+def test_depth_mixing_of_seeds_that_read_with_opposite_signs():
+    """Behind a norm they are alike, so their mean is not nothing; a sign inside of a row stays."""
+    factors = [[1.0, 0.0], [4.0, -1.0]], [[3.0, 0.0], [-2.0, 0.5]]
+    group = [{"depth_mixing": {"rows": ["mlp 0", "head"], "matrix": matrix}} for matrix in factors]
+    ((row, mixing),) = pictures.mixing_panels("hc", group)
+    assert row == "hc" and mixing["rows"] == ["mlp 0", "head"]
+    assert mixing["matrix"].tolist() == [[2.0, 0.0], [3.0, -0.75]]
+    assert pictures.mixing_panels("baseline", group) == pictures.mixing_panels("looped", group) == []
 
 
 @pytest.mark.parametrize("change", [{"learning_rate": 1e-3}, {"max_steps": 70}, {"n_layer": 3}])

@@ -417,6 +417,18 @@ def test_the_plain_residual_has_no_colour(figures):
     assert [text.get_text() for text in figures[0].axes[1].texts] == ["1.00", "2.00", "1.00", "0.00", "0.50", "-1.0"]
 
 
+def test_factors_below_zero_are_marked_where_numbers_have_no_room(figures):
+    names = [f"mlp {n}" for n in range(40)]
+    matrix = np.tril(np.ones((40, 40)))
+    mixing = {"rows": names, "columns": names, "matrix": matrix.tolist()}
+    matrix[30, 7] = -0.5
+    plots.plot_depth_mixing([("a", mixing), ("b", mixing | {"matrix": matrix.tolist()})], "unused")
+    without, with_one, bar = figures[0].axes
+    assert [len(axes.texts) for axes in (without, with_one)] == [0, 1]
+    assert (with_one.texts[0].get_position(), with_one.texts[0].get_text()) == ((7, 30), "–")
+    assert bar.get_ylabel().endswith("– is below 0")
+
+
 def test_the_notes_weights():
     """Softmax of the raw weights gives the normalised ones that are printed beside them."""
     square = plots.notes_weights()

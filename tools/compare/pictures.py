@@ -98,9 +98,13 @@ def weight_panels(row, group):
 
 
 def mixing_panels(row, group):
-    """The mean over seeds; the baseline's and its controls' would say nothing."""
+    """
+    The mean over seeds; the baseline's and its controls' would say nothing. Behind the norm that follows, the sign of
+    all that is read means nothing, but of two seeds it would cancel: each row gets the one that makes its sum positive.
+    """
     mixings = [record["depth_mixing"] for record in group if record.get("depth_mixing")]
     if not mixings or parse(row).control or parse(row).mode == "baseline":
         return []
-    matrix = np.mean([mixing["matrix"] for mixing in mixings], axis=0)
-    return [(row, mixings[0] | {"matrix": matrix})]
+    matrices = np.array([mixing["matrix"] for mixing in mixings])  # (seeds, who reads, what is read)
+    matrices *= np.where(matrices.sum(2, keepdims=True) < 0, -1, 1)
+    return [(row, mixings[0] | {"matrix": matrices.mean(0)})]
