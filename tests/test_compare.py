@@ -265,6 +265,19 @@ def test_depth_mixing_of_seeds_that_read_with_opposite_signs():
     assert row == "hc" and mixing["rows"] == ["mlp 0", "head"]
     assert mixing["matrix"].tolist() == [[2.0, 0.0], [3.0, -0.75]]
     assert pictures.mixing_panels("baseline", group) == pictures.mixing_panels("looped", group) == []
+    assert pictures.mixing_panels("realformer", [{"depth_mixing": None}]) == []
+
+
+def test_whether_seeds_have_learned_the_same_depth_mixing():
+    def agreement(*cells):  # of what is read by a sub-layer and by the head
+        matrices = [[[a, 0.0], [b, c]] for a, b, c in cells]
+        return analysis.mixing_agreement([{"depth_mixing": {"matrix": matrix}} for matrix in matrices])
+
+    assert agreement((1, 2, 3), (1, 20, 30)) == agreement((1, 2, 3), (1, -20, -30)) == pytest.approx(1)
+    assert agreement((1, 2, 3), (3, 2, 1)) == pytest.approx(-1)
+    assert agreement((1, 2, 3), (1, 2, 3), (1, 3, 2)) == pytest.approx((1 + 0.5 + 0.5) / 3)
+    assert agreement((1, 2, 3)) is agreement((1, 2, 3), (1, 2, 3)) is agreement((1, 1, 1), (1, 1, 1)) is None
+    assert analysis.mixing_agreement([{"depth_mixing": None}] * 2) is None
 
 
 @pytest.mark.parametrize("change", [{"learning_rate": 1e-3}, {"max_steps": 70}, {"n_layer": 3}])

@@ -3,6 +3,7 @@ What the records say: differences, intervals, p-values, worth. Pure functions ov
 records.py describes them.
 """
 
+import itertools
 import math
 import statistics
 from collections import Counter
@@ -10,6 +11,7 @@ from collections import Counter
 import numpy as np
 from scipy.interpolate import PchipInterpolator
 from scipy.optimize import brentq
+from scipy.stats import spearmanr
 from scipy.stats import t as student
 
 from tools.compare.rows import CONTROLS, control_of, length_of_baseline, place, row_of_same_step
@@ -191,6 +193,30 @@ def worth(records, lengths, cost):
     return entry
 
 
+# --- depth mixing -----------------------------------------------------------------------------------------------------
+
+
+def mixings(group):
+    """
+    The depth mixing of a row's seeds: (seeds, who reads, what is read), none where the mode has none. Behind the norm
+    that follows, the sign of all that is read means nothing, but of two seeds it would cancel: each reader gets the one
+    that makes its sum positive.
+    """
+    matrices = np.array([record["depth_mixing"]["matrix"] for record in group if record["depth_mixing"]])
+    return matrices * np.where(matrices.sum(-1, keepdims=True) < 0, -1, 1)
+
+
+def mixing_agreement(group):
+    """
+    Whether the seeds have learned the same depth mixing: the mean rank correlation between two of them. None with less
+    than two, or if they are equal, since then it is not learned.
+    """
+    cells = [matrix[np.tril_indices(len(matrix))] for matrix in mixings(group)]
+    if all(np.array_equal(one, cells[0]) for one in cells):
+        return None
+    return statistics.fmean(float(spearmanr(one, other).statistic) for one, other in itertools.combinations(cells, 2))
+
+
 # --- the table's entries ----------------------------------------------------------------------------------------------
 
 
@@ -266,6 +292,7 @@ def summarize(records, speeds):
                 "against": {control: difference(group, like) for control, like in controls.items() if like},
                 "worth_flops": None if row in rows_of_lengths else worth(group, lengths, training_flops),
                 "worth_time": None if row in rows_of_lengths else worth(group, lengths, seconds),
+                "mixing_agreement": mixing_agreement(group),
             }
         )
     return summary

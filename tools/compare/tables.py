@@ -231,6 +231,13 @@ def noise_text(summary, paired_deviation):
     return "\n" + "".join(lines) if lines else ""
 
 
+def agreement_text(summary):
+    agreements = {entry["row"]: entry["mixing_agreement"] for entry in summary}
+    words = [f"{row} {value:.2f}" for row, value in agreements.items() if value is not None]
+    text = "Whether the seeds have learned the same depth mixing, as the mean rank correlation between two of them: "
+    return f"\n{text}{', '.join(words)}.\n" if words else ""
+
+
 def readme_text(name, results, records, tuning, pictures):
     """results: what results.json holds; tuning: losses and divergences; pictures: {name: what it shows}."""
     summary, contrasts = results["rows"], results["contrasts"]
@@ -253,6 +260,7 @@ def readme_text(name, results, records, tuning, pictures):
             text += f"The best rate lies at an edge, so that a better one may lie beyond it: {', '.join(edge)}.\n"
     if pictures:
         text += "\n## Pictures\n\n" + "".join(f"![{words}]({picture}.png)\n" for picture, words in pictures.items())
+    text += agreement_text(summary)
     failed = [f"{run}: {words}" for run, words in results["failed"].items()]
     for title, items in {"Left out": results["left_out"], "Failed": failed}.items():
         if items:
