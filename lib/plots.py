@@ -20,6 +20,7 @@ from model import ResidualMode
 matplotlib.rcParams |= {"svg.hashsalt": "reGPT", "svg.fonttype": "none"}  # the same names inside, text as text
 WIDTH, DPI = 9.2, 150  # inches and dots: 1380 pixels
 INK, GREY = "#222222", "#999999"
+TICK = {"marker": "|", "linestyle": "none", "markersize": 8}  # one seed
 
 # --- how a row looks: colour and marker are its mode's, the dashes its variant's --------------------------------------
 
@@ -71,7 +72,8 @@ def style(row):
 def variant_look(variant):
     """That of a number, as of the re-runs, is a long dash and as many dots."""
     number = int("".join(filter(str.isdecimal, variant)) or 0)
-    return VARIANTS.get(variant, ((7, 1.5) + (1, 1.5) * min(number, 8), ("bottom", "right", "top", "left")[number % 4]))
+    fill = ("bottom", "right", "top", "left", "none")[number % 5]
+    return VARIANTS.get(variant, ((7, 1.5) + (1, 1.5) * min(number, 8), fill))
 
 
 # --- what pictures share ----------------------------------------------------------------------------------------------
@@ -284,7 +286,7 @@ def plot_frontier(points, x_label, path, lengths=(), svg=False):
 def plot_overview(rows, margin, path, svg=False):
     """
     Two questions, one line per row, the best on top. rows: (row, differences from the baseline's loss, one per seed,
-    half of their mean's 95 % interval, worth in FLOPs, worth in time), a worth as tools/compare/analysis.py makes it;
+    half of their mean's 95 % interval, worth in FLOPs, worth in time), these as tools/compare/analysis.py makes them;
     None: there is none. margin: up to which a difference is not worth speaking of.
     """
     rows = sorted(rows, key=lambda row: np.mean(row[1]), reverse=True)
@@ -307,16 +309,15 @@ def plot_overview(rows, margin, path, svg=False):
 
 def overview_differences(axes, rows, margin):
     """Returns {text: handle} for the legend."""
-    tick, line = {"marker": "|", "linestyle": "none", "markersize": 8}, {"linewidth": 0.8}
-    handles = {"one seed": Line2D([], [], color=GREY, **tick)}
+    line, handles = {"linewidth": 0.8}, {"one seed": Line2D([], [], color=GREY, **TICK)}
     seen = [-margin, margin, *(difference for _, differences, _ in rows for difference in differences)]
     rim = 0.05 * (max(seen) - min(seen))
     left, right = min(seen) - rim, max(seen) + rim
     for y, (row, differences, half) in enumerate(rows):
         look, mean = style(row) | {"linestyle": "none", "markersize": 7}, np.mean(differences)
-        axes.plot(differences, [y] * len(differences), color=look["color"], **tick)
+        axes.plot(differences, [y] * len(differences), color=look["color"], **TICK)
         axes.plot(mean, y, **look)
-        if len(differences) > 2:  # of two it would fill the picture
+        if half is not None:
             axes.plot([mean - half, mean + half], [y, y], color=look["color"], **line)
             handles["95 % interval of the mean"] = Line2D([], [], color=GREY, **line)
             for marker, x, is_cut in (("<", left, mean - half < left), (">", right, mean + half > right)):
@@ -333,7 +334,8 @@ def overview_differences(axes, rows, margin):
 def overview_worths(axes, rows):
     """Returns {text: handle} for the legend."""
     handles, shapes = {}, {None: ("o", ""), "above": (">", ", or more"), "below": ("<", ", or less")}
-    seen = [worth["mean"] for _, *worths in rows for worth in worths if worth and worth["bound"] in shapes] + [1.0]
+    shown = [worth for _, *worths in rows for worth in worths if worth and worth["bound"] in shapes]
+    seen = [1.0, *(value for worth in shown for value in worth["each"])]
     axes.set(xscale="log", xlim=(0.85 * min(seen), 1.18 * max(seen)))
     for y, (row, *worths) in enumerate(rows):
         for worth, what, fill in zip(worths, ("FLOPs", "time"), ("full", "none"), strict=True):
@@ -342,12 +344,14 @@ def overview_worths(axes, rows):
                 look = {"marker": shape, "fillstyle": fill, "markersize": 6, "linestyle": "none"}
                 axes.plot(worth["mean"], y, color=style(row)["color"], **look)
                 handles[f"in {what}{beyond}"] = Line2D([], [], color=GREY, **look)
-                if what == "FLOPs" and worth["low"] is not None and worth["seeds"] > 2:
+                if what == "FLOPs":
+                    axes.plot(worth["each"], [y] * worth["seeds"], color=style(row)["color"], **TICK)
+                if what == "FLOPs" and worth["low"] is not None:
                     axes.plot([worth["low"], worth["high"]], [y, y], color=style(row)["color"], linewidth=0.8)
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(short_number))
-    axes.set_xlabel("baseline's cost of that loss / its own; right of 1 it pays")
+    axes.set_xlabel("what the baseline needs for this loss ÷ what it spent; right of 1 it pays")
     return handles
 
 
@@ -388,7 +392,7 @@ def plot_reruns(row, points, path, svg=False):
     for reruns, x, y in points:
         axes.annotate(f"{reruns}", (x, y), (0, 7), textcoords="offset points", ha="center", fontsize=9, color=INK)
     axes.margins(y=0.12)
-    axes.set_title(f"{row}: only the nearest so many earlier layers are run again", loc="left")
+    axes.set_title(f"{row}: the loss if only the nearest 0, 1, … earlier layers are run again", loc="left")
     save(figure, path, svg)
 
 

@@ -341,10 +341,10 @@ def test_the_frontier_joins_the_lengths_of_one_model(figures):
 
 def test_the_overview(figures):
     """The best on top; intervals of three seeds and more; a worth that is only a bound is an arrow."""
-    inside = {"mean": 0.5, "bound": None, "low": 0.4, "high": 0.6, "seeds": 2}
-    above = {"mean": 3.0, "bound": "above", "low": None, "high": None, "seeds": 3}
+    inside = {"each": [0.45, 0.55], "mean": 0.5, "bound": None, "low": None, "high": None, "seeds": 2}
+    above = {"each": [2.0, 3.0, 4.0], "mean": 3.0, "bound": "above", "low": None, "high": None, "seeds": 3}
     rows = [
-        ("method1", [0.02, 0.04], 0.1, inside, above | {"mean": 0.25, "bound": "below"}),
+        ("method1", [0.02, 0.04], None, inside, above | {"mean": 0.25, "each": [0.25] * 3, "bound": "below"}),
         ("mudd", [-0.03, -0.02, -0.01], 0.02, above, None),
         ("hc", [0.01], None, above | {"mean": 9.0, "bound": "both"}, None),
     ]
@@ -358,15 +358,21 @@ def test_the_overview(figures):
     marks = [(line.get_xdata()[0], line.get_ydata()[0]) for line in left.lines if line.get_marker() == "<"]
     assert marks == [(left.get_xlim()[0], 2)] and not any(line.get_marker() == ">" for line in left.lines)
     worths = [
-        (line.get_xdata()[0], line.get_ydata()[0], line.get_marker(), line.get_fillstyle()) for line in right.lines
+        (line.get_xdata()[0], line.get_ydata()[0], line.get_marker(), line.get_fillstyle())
+        for line in right.lines
+        if line.get_marker() not in ("None", "|")
     ]
-    assert worths[:3] == [(0.5, 0, "o", "full"), (0.25, 0, "<", "none"), (3.0, 2, ">", "full")] and len(worths) == 4
+    assert worths == [(0.5, 0, "o", "full"), (0.25, 0, "<", "none"), (3.0, 2, ">", "full")]
+    seeds = [(list(line.get_xdata()), line.get_ydata()[0]) for line in right.lines if line.get_marker() == "|"]
+    assert seeds == [([0.45, 0.55], 0), ([2.0, 3.0, 4.0], 2)]
+    low, high = right.get_xlim()
+    assert low < 0.25 and high > 4.0
     texts = {text.get_text() for text in figures[0].legends[0].get_texts()}
     assert texts == {
         *("one seed", "95 % interval of the mean", "up to 0.005 nats: too little to speak of"),
         *("goes on beyond the picture", "in FLOPs", "in time, or less", "in FLOPs, or more"),
     }
-    plots.plot_overview([("mudd", [-0.03, -0.02], 0.02, inside | {"seeds": 3}, None)], 0.01, "unused")
+    plots.plot_overview([("mudd", [-0.03, -0.02], 0.02, inside | {"low": 0.4, "high": 0.6}, None)], 0.01, "unused")
     assert [0.4, 0.6] in [list(line.get_xdata()) for line in figures[2].axes[1].lines]
     assert len(figures[1].axes) == 1  # nothing to say about worth
     texts = {text.get_text() for text in figures[1].legends[0].get_texts()}

@@ -3,7 +3,6 @@ What the records say: differences, intervals, p-values, worth. Pure functions ov
 records.py describes them.
 """
 
-import itertools
 import math
 import statistics
 from collections import Counter
@@ -11,12 +10,12 @@ from collections import Counter
 import numpy as np
 from scipy.interpolate import PchipInterpolator
 from scipy.optimize import brentq
-from scipy.stats import spearmanr
 from scipy.stats import t as student
 
 from tools.compare.rows import CONTROLS, control_of, length_of_baseline, place, row_of_same_step
 
 CONFIDENCE = 0.95
+FEW = 3  # with fewer seeds there is no interval: of two it would reach 12.7 standard errors to each side
 CHANGES_NO_STEP = set("seed epochs max_steps eval_every eval_tokens dtype learning_rate".split())
 MARGIN = 0.01  # nats: the smallest difference worth speaking of; luck with learning rates makes smaller ones
 
@@ -64,13 +63,14 @@ def mean_or_none(values):
 
 
 def estimate(values):
-    """Mean, its standard error, and half the width of its 95 % interval by Student's t; None for one value."""
+    """The values, their mean, its standard error, and half of its 95 % interval by Student's t; None for few values."""
     mean, sd = mean_sd(values)
     error = half = None
-    if sd is not None:
+    if len(values) >= FEW:
         error = sd / math.sqrt(len(values))
         half = error * float(student.ppf((1 + CONFIDENCE) / 2, len(values) - 1))
     return {
+        "each": values,
         "mean": mean,
         "error": error,
         "half": half,
@@ -86,7 +86,7 @@ def differences(records, others, key="loss"):
 
 
 def difference(records, others, key="loss"):
-    """Their estimate, or None without a pair. Noise: the interval holds 0, or one pair."""
+    """Their estimate, or None without a pair. Noise: the interval holds 0, or there is none."""
     pairs = differences(records, others, key)
     return estimate(pairs) if pairs else None
 
@@ -94,11 +94,12 @@ def difference(records, others, key="loss"):
 def paired_deviation(groups):
     """
     The standard deviation of a difference between two rows with one seed, as all rows together show it: what is left of
-    the losses without the means of their rows and seeds, times √2. None without two rows that share two seeds.
+    the losses without the means of their rows and seeds, times √2. Of the rows with several seeds; None without two
+    such rows that share two seeds.
     """
-    losses = [{record["seed"]: record["loss"] for record in group} for group in groups.values()]
-    seeds = set.intersection(*map(set, losses))
-    if len(seeds) < 2 or len(losses) < 2:
+    losses = [{record["seed"]: record["loss"] for record in group} for group in groups.values() if len(group) > 1]
+    seeds = set.intersection(*map(set, losses)) if len(losses) > 1 else set()
+    if len(seeds) < 2:
         return None
     table = np.array([[row[seed] for seed in seeds] for row in losses])
     rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
@@ -133,7 +134,7 @@ def contrasts(groups, names):
     entries = []
     for row, against in names:
         entry = difference(groups.get(row, []), groups.get(against, []))
-        if entry and entry["pairs"] > 2:
+        if entry and entry["error"] is not None:
             tests = {"p": p_value(entry), "p_margin": p_value(entry, MARGIN)}
             entries.append({"row": row, "against": against, "difference": entry} | tests)
     for p, adjusted in (("p", "holm"), ("p_margin", "holm_margin")):
@@ -149,7 +150,7 @@ def reach(points, loss):
     """
     What the baseline must spend to reach a loss, and where that lies: "inside" of what was measured, or at its end,
     "cheaper" or "dearer" than that. points: (cost, loss) of the baseline's lengths. Interpolated monotonically over
-    the logarithm of the cost; a length that is no better than a shorter one is left out.
+    the logarithm of the cost, without lengths that are no better than a shorter one.
     """
     frontier = []
     for cost, reached in sorted(points):
@@ -159,7 +160,7 @@ def reach(points, loss):
     if loss > losses[0]:
         return frontier[0][0], "cheaper"
     if loss < losses[-1]:
-        return frontier[-1][0], "dearer"
+        return max(points)[0], "dearer"
     if loss in losses:
         return frontier[losses.index(loss)][0], "inside"
     curve = PchipInterpolator(costs, losses)
@@ -184,37 +185,14 @@ def worth(records, lengths, cost):
     if not ratios:
         return None
     outside = {side for side in sides if side != "inside"}
-    entry = {"mean": math.exp(statistics.fmean(ratios)), "low": None, "high": None, "seeds": len(ratios)}
+    entry = {"each": [math.exp(ratio) for ratio in ratios], "sides": sides, "seeds": len(ratios)}
+    entry |= {"mean": math.exp(statistics.fmean(ratios)), "low": None, "high": None}
     entry["bound"] = {(): None, ("dearer",): "above", ("cheaper",): "below"}.get(tuple(outside), "both")
     entry["outside"] = sum(side != "inside" for side in sides)
-    if not outside and len(ratios) > 1:
+    if not outside and len(ratios) >= FEW:
         half = estimate(ratios)["half"]
         entry |= {"low": entry["mean"] * math.exp(-half), "high": entry["mean"] * math.exp(half)}
     return entry
-
-
-# --- depth mixing -----------------------------------------------------------------------------------------------------
-
-
-def mixings(group):
-    """
-    The depth mixing of a row's seeds: (seeds, who reads, what is read), none where the mode has none. Behind the norm
-    that follows, the sign of all that is read means nothing, but of two seeds it would cancel: each reader gets the one
-    that makes its sum positive.
-    """
-    matrices = np.array([record["depth_mixing"]["matrix"] for record in group if record["depth_mixing"]])
-    return matrices * np.where(matrices.sum(-1, keepdims=True) < 0, -1, 1)
-
-
-def mixing_agreement(group):
-    """
-    Whether the seeds have learned the same depth mixing: the mean rank correlation between two of them. None with less
-    than two, or if they are equal, since then it is not learned.
-    """
-    cells = [matrix[np.tril_indices(len(matrix))] for matrix in mixings(group)]
-    if all(np.array_equal(one, cells[0]) for one in cells):
-        return None
-    return statistics.fmean(float(spearmanr(one, other).statistic) for one, other in itertools.combinations(cells, 2))
 
 
 # --- the table's entries ----------------------------------------------------------------------------------------------
@@ -292,7 +270,6 @@ def summarize(records, speeds):
                 "against": {control: difference(group, like) for control, like in controls.items() if like},
                 "worth_flops": None if row in rows_of_lengths else worth(group, lengths, training_flops),
                 "worth_time": None if row in rows_of_lengths else worth(group, lengths, seconds),
-                "mixing_agreement": mixing_agreement(group),
             }
         )
     return summary

@@ -11,7 +11,7 @@ from lib.plots import (
     plot_weights,
     weight_square,
 )
-from tools.compare.analysis import MARGIN, by_row, differences, mixings, seconds_by_speed, training_flops
+from tools.compare.analysis import MARGIN, by_row, differences, seconds_by_speed, training_flops
 from tools.compare.rows import length_of_baseline, parse
 
 PICTURES = {
@@ -22,7 +22,7 @@ PICTURES = {
     "frontier_flops": "last validation loss against training FLOPs",
     "frontier_time": "last validation loss against time",
     "weights": "learned weights in per cent",
-    "depth_mixing": "depth mixing: with which factor each output stands in what is read, mean over seeds",
+    "depth_mixing": "depth mixing: the factor of each output in what is read (of mudd's inputs in r), mean over seeds",
 }
 
 
@@ -98,9 +98,13 @@ def weight_panels(row, group):
 
 
 def mixing_panels(row, group):
-    """The mean over seeds; the baseline's and its controls' would say nothing."""
-    matrices = mixings(group)
-    if not len(matrices) or parse(row).control or parse(row).mode == "baseline":
+    """
+    The mean over seeds; the baseline's and its controls' would say nothing. Behind the norm that follows, the sign of
+    all that is read means nothing, but of two seeds it would cancel: each row gets the one that makes its sum positive.
+    """
+    mixings = [record["depth_mixing"] for record in group if record["depth_mixing"]]
+    if not mixings or parse(row).control or parse(row).mode == "baseline":
         return []
-    names = next(record["depth_mixing"] for record in group if record["depth_mixing"])
-    return [(row, names | {"matrix": matrices.mean(0)})]
+    matrices = np.array([mixing["matrix"] for mixing in mixings])  # (seeds, who reads, what is read)
+    matrices *= np.where(matrices.sum(2, keepdims=True) < 0, -1, 1)
+    return [(row, mixings[0] | {"matrix": matrices.mean(0)})]

@@ -5,11 +5,12 @@ import io
 
 from lib.files import write_whole
 from lib.plots import markdown_table
-from tools.compare.analysis import MARGIN
+from tools.compare.analysis import FEW, MARGIN
 from tools.compare.rows import parse
 from tools.compare.tuning import best_rate, rows_at_an_edge
 
 TERMINAL_WIDTH = 120
+BOUNDS = {"inside": "", "dearer": "> ", "cheaper": "< "}
 
 
 # --- cells ------------------------------------------------------------------------------------------------------------
@@ -22,12 +23,19 @@ def show(value, form, half=None):
 
 
 def show_difference(entry):
-    return "–" if entry is None else "≈ " * entry["noise"] + show(entry["mean"], "+.4f", entry["half"])
+    if entry is None:
+        return "–"
+    if entry["half"] is None:
+        return ", ".join(f"{value:+.4f}" for value in entry["each"])
+    return "≈ " * entry["noise"] + show(entry["mean"], "+.4f", entry["half"])
 
 
 def show_worth(entry):
     if entry is None:
         return "–"
+    if entry["seeds"] < FEW:
+        values = zip(entry["sides"], entry["each"], strict=True)
+        return ", ".join(f"{BOUNDS[side]}{value:.2f}" for side, value in values)
     if entry["bound"]:
         bound = {"above": f"> {entry['mean']:.2f}", "below": f"< {entry['mean']:.2f}", "both": "–"}[entry["bound"]]
         return f"{bound} ({entry['outside']} of {entry['seeds']} outside)"
@@ -119,7 +127,7 @@ def flat(value, name=""):
     """{"loss": [1, 2]} as {"loss mean": 1, "loss sd": 2}, and so on."""
     if value is None:
         return {}
-    if name == "seeds":
+    if isinstance(value, list):
         return {name: " ".join(map(str, value))}
     if isinstance(value, tuple):
         value = dict(zip(("mean", "sd"), value, strict=True))
@@ -179,17 +187,18 @@ def together(words):
 
 COLUMNS_TEXT = """\
 Losses are validation losses in nats, last and best of a run: mean ± standard deviation over seeds. The training loss \
-is the mean of the batches logged between the last two evaluations. Bits per byte and accuracy are means of the last, \
-perplexity is exp of the mean loss. FLOPs/token (forward), training FLOPs and tokens/s are relative to the baseline; \
+is the mean of the batches logged between the last two evaluations. Bits per byte and accuracy are those at the end, \
+averaged over seeds; perplexity is exp of the mean loss. FLOPs/token (forward), training FLOPs and tokens/s are \
+relative to the baseline; \
 tokens/s and the process's peak memory are {measured}. Δ is the difference from the baseline, or from the control that \
 costs what the row costs, paired by seed (the same data in the same order) ± half of its 95 % interval by Student's t; \
-≈ marks noise: the interval holds zero, or there is a single seed.
+≈ marks an interval that holds zero. With one or two seeds the difference of each stands there instead.
 """
 WORTH_TEXT = """
 Worth is what the baseline would have to spend to reach a row's loss, divided by what the row spent: above 1 it pays. \
 It comes from the baseline trained shorter and longer (`baseline-x2` has twice the steps), interpolated monotonically \
-over the logarithm of FLOPs or of time, per seed: geometric mean and 95 % interval; > and < are bounds where seeds lie \
-outside of what was measured.
+over the logarithm of FLOPs or of time, per seed: geometric mean and 95 % interval, or each of one or two seeds; \
+> and < are bounds where seeds lie outside of what was measured.
 """
 BEYOND_TEXT = f"""\
 The first p is that of no difference *at these learning rates*; the last two are those of a difference of up to \
@@ -225,17 +234,11 @@ def noise_text(summary, paired_deviation):
     ]
     if paired_deviation is not None:
         lines.append(
-            "As all rows together show it, a difference between two rows with one seed has a standard deviation of "
-            f"{paired_deviation:.4f}: what is left of the losses without the means of rows and seeds, times √2.\n"
+            "As all rows with several seeds show it, a difference between two rows of the same seed has a standard "
+            f"deviation of {paired_deviation:.4f}: what is left of the losses without the means of rows and of seeds, "
+            "times √2.\n"
         )
     return "\n" + "".join(lines) if lines else ""
-
-
-def agreement_text(summary):
-    agreements = {entry["row"]: entry["mixing_agreement"] for entry in summary}
-    words = [f"{row} {value:.2f}" for row, value in agreements.items() if value is not None]
-    text = "Whether the seeds have learned the same depth mixing, as the mean rank correlation between two of them: "
-    return f"\n{text}{', '.join(words)}.\n" if words else ""
 
 
 def readme_text(name, results, records, tuning, pictures):
@@ -260,7 +263,6 @@ def readme_text(name, results, records, tuning, pictures):
             text += f"The best rate lies at an edge, so that a better one may lie beyond it: {', '.join(edge)}.\n"
     if pictures:
         text += "\n## Pictures\n\n" + "".join(f"![{words}]({picture}.png)\n" for picture, words in pictures.items())
-    text += agreement_text(summary)
     failed = [f"{run}: {words}" for run, words in results["failed"].items()]
     for title, items in {"Left out": results["left_out"], "Failed": failed}.items():
         if items:
