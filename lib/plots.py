@@ -351,7 +351,7 @@ def overview_worths(axes, rows):
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(short_number))
-    axes.set_xlabel("what the baseline needs for this loss ÷ what it spent; right of 1 it pays")
+    axes.set_xlabel("baseline's cost of this loss ÷ the row's; right of 1 it pays")
     return handles
 
 
