@@ -20,6 +20,7 @@ from model import ResidualMode
 matplotlib.rcParams |= {"svg.hashsalt": "reGPT", "svg.fonttype": "none"}  # the same names inside, text as text
 WIDTH, DPI = 9.2, 150  # inches and dots: 1380 pixels
 INK, GREY = "#222222", "#999999"
+MOST_BANDS = 12  # more of them cannot be told apart
 TICK = {"marker": "|", "linestyle": "none", "markersize": 8}  # one seed
 
 # --- how a row looks: colour and marker are its mode's, the dashes its variant's --------------------------------------
@@ -223,22 +224,40 @@ def label_square(axes, title, x_label, y_label):
 
 def plot_losses(curves, x_label, path, svg=False):
     """
-    curves: (name, row, x, losses) with one list of losses per seed. The mean over seeds as a line, its standard
-    deviation as a band, and names at the right, in the order in which the curves end.
+    curves: (name, row, x, losses) with one list of losses per seed. The mean over seeds as a line, of a few curves its
+    standard deviation as a band, and names at the right, in the order in which the curves end.
     """
+    bands = len(curves) <= MOST_BANDS and any(len(losses) > 1 for *_, losses in curves)
     figure, axes = new_axes(x_label, "validation loss (nats)", height_for(len(curves)))
     means = [np.mean(losses, axis=0) for *_, losses in curves]
     for n, ((_, row, x, losses), mean) in enumerate(zip(curves, means, strict=True)):
         look, every = style(row), max(1, len(x) // 6)
         axes.plot(x, mean, linewidth=1.5, markevery=(n % every, every), **look)
-        if len(losses) > 1:
+        if bands and len(losses) > 1:
             deviation = np.std(losses, axis=0, ddof=1)
             axes.fill_between(x, mean - deviation, mean + deviation, color=look["color"], alpha=0.12, linewidth=0)
     crop(axes, [(np.asarray(x), mean) for (_, _, x, _), mean in zip(curves, means, strict=True)], skip=0.25)
     name_ends(axes, [(name, row, x[-1], mean[-1]) for (name, row, x, _), mean in zip(curves, means, strict=True)])
-    if any(len(losses) > 1 for *_, losses in curves):
+    if bands:
         text = f"line: mean, band: {seeds_text([losses for *_, losses in curves])}"
         legend_above(figure, [Patch(color=GREY, alpha=0.3, linewidth=0, label=text)])
+    save(figure, path, svg)
+
+
+def plot_differences(curves, x_label, path, svg=False):
+    """
+    curves: (name, row, x, differences from the baseline's losses) with one list of them per seed: the mean over seeds,
+    without the first quarter, in which differences are large and say little.
+    """
+    figure, axes = new_axes(x_label, "validation loss minus the baseline's (nats)", height_for(len(curves)))
+    axes.axhline(0, color=INK, linewidth=0.8, zorder=1)
+    ends = []
+    for name, row, x, differences in curves:
+        x, mean = (np.asarray(values)[len(x) // 4 :] for values in (x, np.mean(differences, axis=0)))
+        axes.plot(x, mean, linewidth=1.2, **style(row))
+        ends.append((name, row, x[-1], mean[-1]))
+    axes.margins(x=0)
+    name_ends(axes, ends)
     save(figure, path, svg)
 
 
@@ -351,7 +370,7 @@ def overview_worths(axes, rows):
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(short_number))
-    axes.set_xlabel("baseline's cost of this loss ÷ the row's; right of 1 it pays")
+    axes.set_xlabel("baseline's cost ÷ the row's; right of 1 it pays")
     return handles
 
 

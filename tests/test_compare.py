@@ -255,12 +255,28 @@ def test_tables_and_pictures(calls):
     assert max(map(len, calls.stdout4.splitlines())) <= 120
     assert "Contrasts" not in readme  # two pairs test nothing
     shown = re.findall(r"\((\w+)\.png\)", readme)
-    names = "overview loss_tokens loss_flops loss_time frontier_flops weights depth_mixing".split()
+    names = "overview loss_tokens difference_tokens loss_flops loss_time frontier_flops weights depth_mixing".split()
     assert sorted(names) == sorted(shown)
     for name in shown:
         height, width, _ = matplotlib.image.imread(calls.folder / f"results/{name}.png").shape
         assert 300 < height and 300 < width <= 1500
         assert (calls.folder / f"results/{name}.svg").read_text().startswith("<?xml")
+
+
+def test_differences_on_the_way_are_those_of_the_same_seed(monkeypatch):
+    def of(**losses):
+        return [{"seed": int(s[1:]), "curve": {"tokens": [10, 20], "loss": loss}} for s, loss in losses.items()]
+
+    groups = {
+        "baseline": of(s1=[3.0, 2.0], s2=[5.0, 4.0]),
+        "hc": of(s1=[2.5, 2.0], s2=[5.5, 3.0], s3=[9.0, 9.0]),  # no baseline has the last seed
+        "x0": of(s3=[1.0, 1.0]),
+    }
+    plotted = []
+    monkeypatch.setattr(pictures, "plot_differences", lambda curves, *_, **__: plotted.extend(curves))
+    pictures.difference_curves(groups, list(groups), "unused")
+    ((name, _, tokens, pairs),) = plotted
+    assert (name, tokens, np.array(pairs).tolist()) == ("hc", [10, 20], [[-0.5, 0.0], [0.5, -1.0]])
 
 
 def test_depth_mixing_of_seeds_that_read_with_opposite_signs():

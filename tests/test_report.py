@@ -311,6 +311,17 @@ def test_the_legend_says_what_the_band_is(figures):
     assert text.get_text() == "line: mean, band: ± standard deviation over 2 to 3 seeds"
     plots.plot_losses([("a", "baseline", x, [y])], "tokens", "unused")
     assert figures[1].legends == []
+    plots.plot_losses([(f"{n}", "mudd", x, [y, y]) for n in range(13)], "tokens", "unused")
+    assert figures[2].legends == [] and not figures[2].axes[0].collections  # so many bands would hide the lines
+
+
+def test_differences_are_plotted_from_the_second_quarter_on(figures):
+    differences = np.array([[9.0, 8.0, -0.2, -0.3], [9.0, 8.0, -0.4, -0.1]])
+    plots.plot_differences([("hc", "hc", [10, 20, 30, 40], differences)], "tokens", "unused")
+    (axes,) = figures[0].axes
+    (line,) = (line for line in axes.lines if len(line.get_xdata()) == 3 and line.get_transform() == axes.transData)
+    assert line.get_xydata() == pytest.approx(np.array([[20, 8.0], [30, -0.3], [40, -0.2]]))
+    assert "hc  -0.200" in [text.get_text() for text in axes.texts] and axes.get_xlim() == (20, 40)
 
 
 def test_ticks_are_alike():

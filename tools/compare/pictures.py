@@ -5,6 +5,7 @@ import numpy as np
 from lib.plots import (
     notes_weights,
     plot_depth_mixing,
+    plot_differences,
     plot_frontier,
     plot_losses,
     plot_overview,
@@ -17,6 +18,7 @@ from tools.compare.rows import length_of_baseline, parse
 PICTURES = {
     "overview": "difference from the baseline at equal tokens, and whether it pays",
     "loss_tokens": "validation loss against tokens",
+    "difference_tokens": "difference from the baseline's validation loss of the same seed, against tokens",
     "loss_flops": "validation loss against training FLOPs",
     "loss_time": "validation loss against time",
     "frontier_flops": "last validation loss against training FLOPs",
@@ -46,6 +48,7 @@ def plot_all(records, summary, speeds, folder):
     same = [row for row, group in groups.items() if group[0]["curve"]["tokens"][-1] == tokens]
     overview(groups, summary, same, folder / "overview.png")
     curves("loss_tokens", "tokens", "tokens", same)
+    difference_curves(groups, same, folder / "difference_tokens.png")
     curves("loss_flops", "flops", "training FLOPs")
     frontier("frontier_flops", "training FLOPs", training_flops)
     if all(seconds(group[0]) for group in groups.values()):
@@ -79,6 +82,19 @@ def overview(groups, summary, same, path):
     ]
     if rows:
         plot_overview(rows, MARGIN, path, svg=True)
+
+
+def difference_curves(groups, same, path):
+    """Of the same rows: who is ahead at which time."""
+    baselines = {record["seed"]: record["curve"] for record in groups.get("baseline", [])}
+    lines = []
+    for row in same:
+        curves = [(record["curve"], baselines[record["seed"]]) for record in groups[row] if record["seed"] in baselines]
+        if row != "baseline" and curves:
+            pairs = [np.subtract(curve["loss"], base["loss"]) for curve, base in curves]
+            lines.append((row, row, curves[0][0]["tokens"], pairs))
+    if lines:
+        plot_differences(lines, "tokens", path, svg=True)
 
 
 def weight_panels(row, group):
