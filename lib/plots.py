@@ -12,7 +12,7 @@ matplotlib.use("Agg")  # no window: pictures are files
 import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from lib.files import open_whole
 from model import ResidualMode
@@ -347,6 +347,7 @@ def overview_differences(axes, rows, margin):
     band = axes.axvspan(-margin, margin, color="#E4E4E4", linewidth=0, zorder=0)
     handles[f"up to {margin} nats: too little to speak of"] = band
     axes.set(xlim=(left, right), xlabel="loss minus the baseline's (nats); left is better")
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     return handles
 
 
