@@ -279,6 +279,23 @@ def test_differences_on_the_way_are_those_of_the_same_seed(monkeypatch):
     assert (name, tokens, np.array(pairs).tolist()) == ("hc", [10, 20], [[-0.5, 0.0], [0.5, -1.0]])
 
 
+def test_whether_leads_last():
+    def of(*tokens, **losses):
+        return [{"seed": int(s[1:]), "curve": {"tokens": list(tokens), "loss": loss}} for s, loss in losses.items()]
+
+    groups = {
+        "baseline": of(10, 21, 40, s1=[5.0, 3.0, 2.0], s2=[5.0, 4.0, 3.0]),
+        "hc": of(10, 21, 40, s1=[5.0, 2.5, 1.75], s2=[5.0, 3.5, 3.5], s3=[1.0, 1.0, 1.0]),  # shrinks, ends behind
+        "x0": of(10, 21, 40, s1=[9.0, 2.75, 1.5], s2=[1.0, 4.5, 2.0]),  # grows, was not ahead
+        "longer": of(20, 40, 80, s1=[1.0, 1.0, 9.0]),
+    }
+    first = {"seed": 1, "ahead_half_way": 2, "less_at_the_end": 1}
+    assert analysis.leads(groups) == [first, {"seed": 2, "ahead_half_way": 1, "less_at_the_end": 1}]
+    words = "2 with seed 1, 1 of them less so at the end or no longer; 1 with seed 2, 1 of them"
+    assert words in tables.leads_text(analysis.leads(groups))
+    assert analysis.leads({"hc": groups["hc"]}) == [] and tables.leads_text([]) == ""
+
+
 def test_depth_mixing_of_seeds_that_read_with_opposite_signs():
     """Behind a norm they are alike, so their mean is not nothing; a sign inside of a row stays."""
     factors = [[1.0, 0.0], [4.0, -1.0]], [[3.0, 0.0], [-2.0, 0.5]]

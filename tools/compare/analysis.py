@@ -106,6 +106,25 @@ def paired_deviation(groups):
     return math.hypot(*rest.flat) * math.sqrt(2 / (len(losses) - 1) / (len(seeds) - 1))
 
 
+def leads(groups):
+    """
+    Of the rows trained on as many tokens as the baseline, per seed: how many are ahead of it half-way (at the
+    evaluation nearest to that), and how many of these are less so at the end, or no longer.
+    """
+    entries = []
+    for base in groups.get("baseline", []):
+        tokens, others = base["curve"]["tokens"], [record for row in same_tokens(groups) for record in groups[row]]
+        half_way = int(np.argmin(np.abs(np.subtract(tokens, tokens[-1] / 2))))
+        pairs = [
+            [record["curve"]["loss"][n] - base["curve"]["loss"][n] for n in (half_way, -1)]
+            for record in others
+            if record["seed"] == base["seed"]
+        ]
+        shrunk = [end > half for half, end in pairs if half < 0]
+        entries.append({"seed": base["seed"], "ahead_half_way": len(shrunk), "less_at_the_end": sum(shrunk)})
+    return entries
+
+
 def p_value(entry, margin=0.0):
     """
     Of a difference of several pairs: the paired t-test's, two-sided. With a margin, that of a difference at least as
@@ -204,6 +223,12 @@ def by_row(records):
     for record in sorted(records, key=lambda record: record["seed"]):
         groups[record["row"]].append(record)
     return groups
+
+
+def same_tokens(groups):
+    """The rows trained on as many tokens as the baseline, and evaluated where it was."""
+    tokens = {row: group[0]["curve"]["tokens"] for row, group in groups.items()}
+    return [row for row in groups if tokens[row] == tokens.get("baseline")]
 
 
 def training_flops(record):

@@ -12,7 +12,7 @@ from lib.plots import (
     plot_weights,
     weight_square,
 )
-from tools.compare.analysis import MARGIN, by_row, differences, seconds_by_speed, training_flops
+from tools.compare.analysis import MARGIN, by_row, differences, same_tokens, seconds_by_speed, training_flops
 from tools.compare.rows import length_of_baseline, parse
 
 PICTURES = {
@@ -44,8 +44,7 @@ def plot_all(records, summary, speeds, folder):
         lengths = [row for row in groups if length_of_baseline(row) is not None]
         plot_frontier(points, label, folder / f"{name}.png", lengths, svg=True)
 
-    tokens = groups.get("baseline", records)[0]["curve"]["tokens"][-1]
-    same = [row for row, group in groups.items() if group[0]["curve"]["tokens"][-1] == tokens]
+    same = same_tokens(groups) or list(groups)
     overview(groups, summary, same, folder / "overview.png")
     curves("loss_tokens", "tokens", "tokens", same)
     difference_curves(groups, same, folder / "difference_tokens.png")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lib.errors import refuse
 from lib.files import read_json, write_json, write_whole
-from tools.compare.analysis import by_row, contrasts, kind, one_kind, paired_deviation, record_name, summarize
+from tools.compare.analysis import by_row, contrasts, kind, leads, one_kind, paired_deviation, record_name, summarize
 from tools.compare.pictures import PICTURES, plot_all
 from tools.compare.records import DEFAULTS, check_same, is_list, read_records, read_speeds, text
 from tools.compare.tables import full_table, rate_table, readme_text, terminal_table, write_csv
@@ -59,6 +59,7 @@ class Results:
             "commands": self.commands,
             "rows": summarize(records, self.speeds),
             "paired_deviation": paired_deviation(by_row(records)),
+            "leads": leads(by_row(records)),
             "named_contrasts": self.contrasts,
             "contrasts": contrasts(by_row(records), self.contrasts or []),
             "left_out": self.unknown + lines,

@@ -241,6 +241,17 @@ def noise_text(summary, paired_deviation):
     return "\n" + "".join(lines) if lines else ""
 
 
+def leads_text(leads):
+    """Whether a lead lasts."""
+    words = [
+        f"{entry['ahead_half_way']} with seed {entry['seed']}, {entry['less_at_the_end']} of them less so at the end "
+        "or no longer"
+        for entry in leads
+        if entry["ahead_half_way"]
+    ]
+    return f"Rows ahead of the baseline half-way, at equal tokens: {'; '.join(words)}.\n" if words else ""
+
+
 def readme_text(name, results, records, tuning, pictures):
     """results: what results.json holds; tuning: losses and divergences; pictures: {name: what it shows}."""
     summary, contrasts = results["rows"], results["contrasts"]
@@ -251,7 +262,7 @@ def readme_text(name, results, records, tuning, pictures):
     text += COLUMNS_TEXT.format(measured=measured if threads else "missing: `--measure=True` fills them in")
     if any(entry["worth_flops"] for entry in summary):
         text += WORTH_TEXT
-    text += noise_text(summary, results["paired_deviation"])
+    text += noise_text(summary, results["paired_deviation"]) + leads_text(results["leads"])
     if contrasts:
         text += f"\n## Contrasts\n\n{contrast_table(contrasts)}\n\n"
         named = len(results["named_contrasts"])
