@@ -56,8 +56,9 @@ def call(monkeypatch, *args):
 class Forked:
     """What start_process returns, with a train.py from the tests' server, which starts at once."""
 
-    def __init__(self, options, s, slot, log):
-        self.process, self.log = start("train.py", *options), log
+    def __init__(self, program, s, slot, log):
+        assert program[0] == str(ROOT / "train.py")
+        self.process, self.log = start("train.py", *program[1:]), log
 
     def poll(self):
         self.returncode = self.process.poll()
@@ -75,8 +76,7 @@ class Forked:
 
 @pytest.fixture
 def forked(monkeypatch):
-    for module in (runs, measure):
-        monkeypatch.setattr(module, "start_process", Forked)
+    monkeypatch.setattr(runs, "start_process", Forked)
 
 
 def no_pictures(monkeypatch):
@@ -740,9 +740,8 @@ def record(row, seed, loss, best_loss=None, accuracy=0.5, flops=100, tokens=1000
 
 
 def speed(**change):
-    return {"tokens_per_second": 50.0, "relative": 0.25, "memory": 3 * 2**20, "threads": 2} | {
-        "settings": {"n_embd": 8, "learning_rate": 0.2} | change
-    }
+    speed = {"tokens_per_second": 50.0, "relative": 0.25, "rounds": [0.2, 0.25], "memory": 3 * 2**20, "threads": 2}
+    return speed | {"settings": {"n_embd": 8, "learning_rate": 0.2} | change}
 
 
 def test_arithmetic_of_the_table():
@@ -951,39 +950,77 @@ def test_no_best_loss_where_evaluations_saw_a_part_of_the_text():
 # --- speed ------------------------------------------------------------------------------------------------------------
 
 
-def test_measured_speed_is_relative_to_the_same_round(tmp_path, monkeypatch):
-    """The machine is now fast, now slow; the rounds' ratios are 0.5, 0.4 and 0.25, that of the medians is 0.25."""
-    rates = iter([1000, 500, 100, 40, 500, 125])
+def read_speeds(folder):
+    return json.loads((folder / "results/speed.json").read_text())
 
-    def start_process(options, s, slot, log):
-        rate, folder = next(rates), next(o for o in options if o.startswith("--out_dir=")).removeprefix("--out_dir=")
-        assert {"--stop_at=8", "--eval_every=1000000000"} <= set(options)
-        lines = [{"step": 1, "tokens_per_sec": 1.0, "memory": 7}] * 2  # warming up
-        lines += [{"step": 3, "tokens_per_sec": rate, "memory": rate}] * 6
-        with open(f"{folder}/metrics.jsonl", "w") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
-        info = dict.fromkeys(("device", "device_type", "dtype", "compile", "processes", "torch"), "x")
-        (log.parent / "run.json").write_text(json.dumps(info))
-        return SimpleNamespace(wait=lambda: 0, terminate=lambda: None)
 
-    monkeypatch.setattr(measure, "start_process", start_process)
+class WanderingMachine:
+    """A Stepper on a machine that becomes 1 % slower with every turn; a step of method3_2 costs 2.5 others."""
+
+    slowness = 0.001
+
+    def __init__(self, row, options, s, log):
+        self.row, self.turn_steps, self.memory = row, 4, 500
+        self.machine = dict.fromkeys(measure.MACHINE_KEYS, "x") | {"device_type": "cpu", "processes": 1}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def seconds_of(self, steps):
+        WanderingMachine.slowness *= 1.01
+        return WanderingMachine.slowness * (2.5 if self.row == "method3_2" else 1)
+
+
+def test_measured_speed_is_relative_to_the_baseline_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "Stepper", WanderingMachine)
+    monkeypatch.setattr(WanderingMachine, "slowness", WanderingMachine.slowness)
     call(monkeypatch, *arguments(tmp_path, modes="method3_2,method3_2-x2,longer,baseline-x2", measure=True))
-    speeds = json.loads((tmp_path / "results/speed.json").read_text())
+    speeds = read_speeds(tmp_path)
+    assert WanderingMachine.slowness > 0.01  # ten times slower in the end than at first
     assert speeds.keys() == {"baseline", "method3_2"}  # length changes nothing in a step
-    assert speeds["baseline"]["relative"] == 1 and speeds["baseline"]["tokens_per_second"] == 500
-    assert speeds["method3_2"]["relative"] == 0.4 and speeds["method3_2"]["memory"] == 500
+    base, method = speeds["baseline"], speeds["method3_2"]
+    assert method["relative"] == pytest.approx(0.4, rel=1e-4) and method["rounds"] == pytest.approx([0.4] * 3, rel=1e-4)
+    assert base["relative"] == 1 and base["rounds"] == pytest.approx([1] * 3, rel=1e-4)  # beside another baseline
+    assert method["memory"] == 500 and method["tokens_per_second"] == base["tokens_per_second"] * method["relative"]
     text = call(monkeypatch, *arguments(tmp_path, modes="baseline,method3_2", plan=True, max_steps=9000))
     hours = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in text.splitlines()[2:4]}
-    assert hours == {"baseline": f"{2 * 9000 * 64 / 500 / 3600:.1f}", "method3_2": f"{2 * 9000 * 64 / 125 / 3600:.1f}"}
+    assert hours == {row: f"{2 * 9000 * 64 / speeds[row]['tokens_per_second'] / 3600:.1f}" for row in speeds}
     assert "speeds measured one run at a time" in text
     assert "Hours missing" in call(monkeypatch, *arguments(tmp_path, modes="baseline", plan=True, ffn_hidden=40))
 
 
-def test_measuring_really(tmp_path, monkeypatch, forked):
+def test_measuring_a_row_again_keeps_the_others_speeds(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "Stepper", WanderingMachine)
+    call(monkeypatch, *arguments(tmp_path, modes="method3_2", measure=True))
+    before = read_speeds(tmp_path)
+    call(monkeypatch, *arguments(tmp_path, modes="hc", measure=True))
+    after = read_speeds(tmp_path)
+    assert after.keys() == {"baseline", "method3_2", "hc"} and after["method3_2"] == before["method3_2"]
+
+
+@pytest.mark.parametrize("nproc", [1, 2])  # side by side, or one behind the other
+def test_measuring_really(nproc, tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "ROUNDS", 1)
-    call(monkeypatch, *arguments(tmp_path, modes="baseline", measure=True))
-    entry = json.loads((tmp_path / "results/speed.json").read_text())["baseline"]
-    assert entry["tokens_per_second"] > 0 and entry["memory"] > 0 and entry["machine"]["dtype"] == "float32"
+    monkeypatch.setattr(measure, "TURNS", 2)
+    monkeypatch.setattr(measure, "TURN_SECONDS", 0.01)
+    call(monkeypatch, *arguments(tmp_path, modes="method3_2", nproc=nproc, measure=True))
+    speeds = read_speeds(tmp_path)
+    assert speeds.keys() == {"baseline", "method3_2"}
+    for entry in speeds.values():
+        assert entry["tokens_per_second"] > 0 and len(entry["rounds"]) == 1
+        assert entry["memory"] > 50 * 2**20  # of a process that has loaded torch
+        assert (entry["machine"]["processes"], entry["machine"]["dtype"]) == (nproc, "float32")
+    assert not list((tmp_path / "out").iterdir())  # a measurement leaves no run
+
+
+def test_what_cannot_be_measured(tmp_path):
+    process = run("tools.compare.__main__", *arguments(tmp_path, measure=True, batch_tokens=60))
+    assert process.status == 1 and "Traceback" not in process.stderr
+    assert process.stderr.splitlines()[-1].startswith("error: baseline could not be measured: batch_tokens=60 must be")
+    assert not (tmp_path / "results/speed.json").exists()
 
 
 def test_a_job_gets_its_share_of_the_machine(tmp_path, monkeypatch):
@@ -996,7 +1033,8 @@ def test_a_job_gets_its_share_of_the_machine(tmp_path, monkeypatch):
         if jobs == 2 and nproc == 1:  # a cluster's choice
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
         monkeypatch.setattr(runs.torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        runs.start_process(["--seed=1"], SimpleNamespace(jobs=jobs, nproc=nproc), jobs - 1, tmp_path / "log")
+        program = [str(ROOT / "train.py"), "--seed=1"]
+        runs.start_process(program, SimpleNamespace(jobs=jobs, nproc=nproc), jobs - 1, tmp_path / "log")
     (alone, cpu), (torchrun, gpu), (_, given) = started
     assert given["CUDA_VISIBLE_DEVICES"] == "7"
     assert alone[1:] == [str(ROOT / "train.py"), "--seed=1"]

@@ -69,14 +69,8 @@ def estimate(values):
     if len(values) >= FEW:
         error = sd / math.sqrt(len(values))
         half = error * float(student.ppf((1 + CONFIDENCE) / 2, len(values) - 1))
-    return {
-        "each": values,
-        "mean": mean,
-        "error": error,
-        "half": half,
-        "pairs": len(values),
-        "noise": half is None or abs(mean) <= half,
-    }
+    noise = half is None or abs(mean) <= half
+    return {"each": values, "mean": mean, "error": error, "half": half, "pairs": len(values), "noise": noise}
 
 
 def differences(records, others, key="loss"):
@@ -240,7 +234,7 @@ def speed_of(row, settings, speeds):
     speed = speeds.get(row) or speeds.get(row_of_same_step(row))
     decisive = settings.keys() - CHANGES_NO_STEP
     if not speed or any(speed["settings"].get(key, settings[key]) != settings[key] for key in decisive):
-        return dict.fromkeys(("tokens_per_second", "relative", "memory", "threads"))
+        return dict.fromkeys("tokens_per_second relative rounds memory threads".split())
     return speed
 
 
@@ -282,6 +276,7 @@ def summarize(records, speeds):
                 "relative_training_flops": base and training_flops(one) / training_flops(base),
                 "tokens_per_second": speed["tokens_per_second"],
                 "relative_speed": speed["relative"],
+                "relative_speed_by_round": speed["rounds"],
                 "memory": speed["memory"],
                 "threads": speed["threads"],
                 "loss": loss,

@@ -1,60 +1,126 @@
-"""Speed and memory of each row, one run at a time; and what a comparison would cost, before anybody pays for it."""
+"""Speed and memory of each row, beside the baseline; and what a comparison would cost, before anybody pays for it."""
 
+import contextlib
+import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from itertools import chain
 from pathlib import Path
 
 from tqdm import tqdm
 
 from lib.errors import UserError
-from lib.files import read_json, write_json
+from lib.files import write_json
 from lib.plots import markdown_table
-from lib.run import read_metrics
 from tools.compare.analysis import speed_of
 from tools.compare.records import read_speeds, shared_settings
 from tools.compare.rows import row_of_same_step, row_to_tune
 from tools.compare.runs import last_words, start_process, stop, threads
 
-STEPS, ROUNDS = 8, 3
+MACHINE_KEYS = "device device_type dtype compile processes torch".split()
+ROUNDS, TURNS, TURN_SECONDS, WARM_UP = 3, 20, 0.5, 4
+
+
+class Stepper:
+    """A process that makes training steps of a row when asked, and waits in between."""
+
+    def __init__(self, row, options, s, log):
+        self.row, self.log = row, log
+        command = ["-m", "tools.compare.steps", *options]
+        self.process = start_process(command, s, 0, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def __enter__(self):
+        self.machine = self.answer()
+        self.seconds_of(1)  # compiles
+        self.turn_steps = max(1, round(TURN_SECONDS / self.seconds_of(WARM_UP)))
+        return self
+
+    def __exit__(self, *_):
+        stop([self.process])
+
+    def answer(self):
+        line = self.process.stdout.readline()
+        if not line:
+            self.process.wait()
+            reason = last_words(self.log).removeprefix("error: ")
+            raise UserError(f"{self.row} could not be measured: {reason}", status=1)
+        return json.loads(line)
+
+    def seconds_of(self, steps):
+        """The mean of so many steps."""
+        with contextlib.suppress(BrokenPipeError):  # it has ended: there is no answer
+            self.process.stdin.write(b"\n" * steps)
+            self.process.stdin.flush()
+        answers = [self.answer() for _ in range(steps)]
+        self.memory = answers[-1]["memory"]
+        return statistics.fmean(answer["seconds"] for answer in answers)
+
+
+def side_by_side(start, row):
+    """
+    [(seconds of a step of the baseline, of the row), …], and the row's Stepper. Both wait on the machine and take short
+    turns, since the speed of a processor wanders: by a tenth from one half minute to the next on a shared one. That of
+    GPUs does not, which may have no room for both: there one comes after the other.
+    """
+    with start("baseline") as base:
+        if base.machine["device_type"] == "cpu" and base.machine["processes"] == 1:
+            with start(row) as other:
+                turns = []
+                for n in range(TURNS):
+                    pair = {one: one.seconds_of(one.turn_steps) for one in (base, other)[:: (-1) ** n]}
+                    turns.append((pair[base], pair[other]))
+                return turns, other
+        alone = base.seconds_of(TURNS * base.turn_steps)
+    with start(row) as other:
+        return [(alone, other.seconds_of(TURNS * other.turn_steps))], other
 
 
 def measure(scale, rows, seed, s, path):
-    """A few steps of each row alone, in rounds and relative to the round's baseline: a machine's speed wanders."""
+    """Speed, relative to the baseline, and memory of each row; written after each round."""
     if os.getloadavg()[0] > 1:
         print(f"warning: the machine is busy, load {os.getloadavg()[0]:.1f}: speeds will be wrong", file=sys.stderr)
     rows = list(dict.fromkeys(["baseline", *map(row_of_same_step, rows)]))
-    rates, memory, machine = {row: [] for row in rows}, dict.fromkeys(rows, 0), None
-    for row in tqdm(rows * ROUNDS, unit="run", desc="measuring"):
-        with tempfile.TemporaryDirectory() as folder:
-            changes = {"seed": seed, "out_dir": folder, "stop_at": STEPS, "eval_every": 10**9, "log_every": 1}
-            log = Path(folder) / "log"
-            process = start_process(scale.options(scale.changes(row) | changes), s, 0, log)
-            try:
-                if process.wait():
-                    raise UserError(f"{row} could not be measured: {last_words(log)}", status=1)
-            finally:
-                stop([process])
-            lines = [line for line in read_metrics(folder) if "tokens_per_sec" in line]
-            info = read_json(Path(folder) / "run.json")
-        machine = {key: info[key] for key in ("device", "device_type", "dtype", "compile", "processes", "torch")}
-        warm = lines[len(lines) // 4 :]
-        rates[row].append(statistics.median(line["tokens_per_sec"] for line in warm))
-        memory[row] = max(memory[row], lines[-1]["memory"])
-    speeds = read_speeds(path)
-    for row in rows:
-        ratios = [rate / base for rate, base in zip(rates[row], rates["baseline"], strict=True)]
+    rounds = {row: [] for row in rows}  # a list of turns each
+    with tempfile.TemporaryDirectory() as folder, tqdm(total=ROUNDS * len(rows), unit="row", desc="measuring") as bar:
+
+        def start(row):
+            return Stepper(row, scale.options(scale.changes(row) | {"seed": seed}), s, Path(folder) / f"{row}.log")
+
+        for _ in range(ROUNDS):
+            steppers = {}
+            for row in rows:
+                turns, steppers[row] = side_by_side(start, row)
+                rounds[row].append(turns)
+                bar.update()
+            write_json(path, read_speeds(path) | speeds_of(rounds, steppers, scale, threads(s)))
+
+
+def speeds_of(rounds, steppers, scale, n_threads):
+    """What speed.json says of each row. The baseline's own rounds are those beside a second baseline."""
+    turns = {row: list(chain(*rounds[row])) for row in rounds}
+    base = statistics.median(seconds for seconds, _ in chain(*turns.values()))
+    speeds = {}
+    for row in rounds:
+        relative = 1.0 if row == "baseline" else ratio(turns[row])
+        machine = {key: steppers[row].machine[key] for key in MACHINE_KEYS}
         speeds[row] = {
-            "tokens_per_second": statistics.median(rates[row]),
-            "relative": statistics.median(ratios),
-            "memory": memory[row],
-            "threads": threads(s),
+            "tokens_per_second": scale.plain.batch_tokens / base * relative,
+            "relative": relative,
+            "rounds": list(map(ratio, rounds[row])),
+            "memory": steppers[row].memory,
+            "threads": n_threads,
             "machine": machine | {"date": time.strftime("%Y-%m-%d", time.gmtime())},
             "settings": shared_settings(scale.settings(scale.changes(row)).as_dict()),
         }
-    write_json(path, speeds)
+    return speeds
+
+
+def ratio(turns):
+    return statistics.median(base / other for base, other in turns)
 
 
 def plan(scale, rows, seeds, grid, speeds, flops_per_second):

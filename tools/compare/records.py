@@ -192,7 +192,7 @@ RECORD = {
     "depth_mixing": maybe(lambda value: isinstance(value, dict)),
 }
 DIVERGED = {"row": text, "seed": whole, "settings": {"learning_rate": number}, "diverged": text}
-SPEED = {"tokens_per_second": above, "relative": above, "memory": whole, "threads": whole}
+SPEED = {"tokens_per_second": above, "relative": above, "rounds": numbers, "memory": whole, "threads": whole}
 SPEED["settings"] = lambda value: isinstance(value, dict)
 
 

@@ -123,17 +123,17 @@ def end_with_parent():
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def start_process(options, s, slot, log):
-    """train.py in a process of its own, or several, on job number slot's share of the machine."""
+def start_process(program, s, slot, log, stdin=None, stdout=subprocess.DEVNULL):
+    """What to run, as Python's arguments, in one process or several, on job number slot's share of the machine."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads(s))}
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     if len(gpus) >= s.jobs * s.nproc > 1:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[slot * s.nproc : (slot + 1) * s.nproc])
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={s.nproc}"] if s.nproc > 1 else []
-    command = [sys.executable, *torchrun, str(ROOT / "train.py"), *options]
+    command = [sys.executable, *torchrun, *program]
     before = end_with_parent if sys.platform == "linux" else None
     with open(log, "wb") as file:
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file, env=environment, preexec_fn=before)
+        return subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=file, env=environment, preexec_fn=before)
 
 
 def stop(processes):
@@ -224,7 +224,8 @@ class Queue:
                 self.end(run, 0)
                 return
             run.log.parent.mkdir(exist_ok=True)
-            self.running[run] = start_process(run.options, self.s, self.slots[-1], run.log), self.slots[-1]
+            program = [str(ROOT / "train.py"), *run.options]
+            self.running[run] = start_process(program, self.s, self.slots[-1], run.log), self.slots[-1]
             self.slots.pop()
         except UserError as error:
             self.fail(run, error)

@@ -190,7 +190,7 @@ Losses are validation losses in nats, last and best of a run: mean ± standard d
 is the mean of the batches logged between the last two evaluations. Bits per byte and accuracy are those at the end, \
 averaged over seeds; perplexity is exp of the mean loss. FLOPs/token (forward), training FLOPs and tokens/s are \
 relative to the baseline; \
-tokens/s and the process's peak memory are {measured}. Δ is the difference from the baseline, or from the control that \
+{measured}. Δ is the difference from the baseline, or from the control that \
 costs what the row costs, paired by seed (the same data in the same order) ± half of its 95 % interval by Student's t; \
 ≈ marks an interval that holds zero. With one or two seeds the difference of each stands there instead.
 """
@@ -224,6 +224,19 @@ def about_text(summary, records):
     return f"{'; '.join(parts)}. {machines_text(records)}"
 
 
+def measured_text(summary):
+    """How speed and memory were measured, and what the speed of a row that is the baseline comes out at."""
+    threads = sorted({entry["threads"] for entry in summary if entry["threads"]})
+    if not threads:
+        return "tokens/s and the process's peak memory are missing: `--measure=True` fills them in"
+    how = f"in turn with the baseline, on {' and '.join(map(str, threads))} threads (`--measure=True`)"
+    text = f"tokens/s and the process's peak memory were measured {how}"
+    rounds = [speed for e in summary if e["row"] == "baseline" for speed in e["relative_speed_by_round"] or []]
+    if rounds:
+        text += f"; a second baseline came out at {min(rounds):.2f} to {max(rounds):.2f} in {len(rounds)} rounds"
+    return text
+
+
 def noise_text(summary, paired_deviation):
     """The baseline's spread; of few seeds it says little, all rows together say more."""
     lines = [
@@ -255,11 +268,9 @@ def leads_text(leads):
 def readme_text(name, results, records, tuning, pictures):
     """results: what results.json holds; tuning: losses and divergences; pictures: {name: what it shows}."""
     summary, contrasts = results["rows"], results["contrasts"]
-    threads = sorted({entry["threads"] for entry in summary if entry["threads"]})
-    measured = f"measured one run at a time with {' and '.join(map(str, threads))} threads (`--measure=True`)"
     text = f"# {name}\n\n{markdown_table(*full_table(summary))}\n\n{about_text(summary, records)} Made by\n\n"
     text += "".join(f"    {command}\n" for command in results["commands"]) + "\n"
-    text += COLUMNS_TEXT.format(measured=measured if threads else "missing: `--measure=True` fills them in")
+    text += COLUMNS_TEXT.format(measured=measured_text(summary))
     if any(entry["worth_flops"] for entry in summary):
         text += WORTH_TEXT
     text += noise_text(summary, results["paired_deviation"]) + leads_text(results["leads"])
