@@ -992,6 +992,15 @@ def test_measured_speed_is_relative_to_the_baseline_beside_it(tmp_path, monkeypa
     assert "Hours missing" in call(monkeypatch, *arguments(tmp_path, modes="baseline", plan=True, ffn_hidden=40))
 
 
+def test_the_table_says_how_speeds_were_measured():
+    records = [record("baseline", 1, 2.0), record("hc", 1, 1.9)]
+    alone = tables.measured_text(analysis.summarize(records, {"hc": speed()}))
+    assert alone.endswith("were measured by `--measure=True`, in turn with the baseline, OMP_NUM_THREADS=2")
+    speeds = {"hc": speed(), "baseline": speed() | {"rounds": [1.0, 0.96, 1.024]}}
+    both = tables.measured_text(analysis.summarize(records, speeds))
+    assert both == alone + "; a second baseline came out at 0.96 to 1.02 in 3 rounds"
+
+
 def test_measuring_a_row_again_keeps_the_others_speeds(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "Stepper", WanderingMachine)
     call(monkeypatch, *arguments(tmp_path, modes="method3_2", measure=True))

@@ -225,12 +225,12 @@ def about_text(summary, records):
 
 
 def measured_text(summary):
-    """How speed and memory were measured, and what the speed of a row that is the baseline comes out at."""
+    """How speed and memory were measured, and how exactly: at what a second baseline came out."""
     threads = sorted({entry["threads"] for entry in summary if entry["threads"]})
     if not threads:
         return "tokens/s and the process's peak memory are missing: `--measure=True` fills them in"
-    how = f"in turn with the baseline, on {' and '.join(map(str, threads))} threads (`--measure=True`)"
-    text = f"tokens/s and the process's peak memory were measured {how}"
+    how = f"in turn with the baseline, OMP_NUM_THREADS={' or '.join(map(str, threads))}"
+    text = f"tokens/s and the process's peak memory were measured by `--measure=True`, {how}"
     rounds = [speed for e in summary if e["row"] == "baseline" for speed in e["relative_speed_by_round"] or []]
     if rounds:
         text += f"; a second baseline came out at {min(rounds):.2f} to {max(rounds):.2f} in {len(rounds)} rounds"
