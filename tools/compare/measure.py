@@ -28,19 +28,11 @@ ROUNDS, TURNS, TURN_SECONDS, WARM_UP = 3, 20, 0.5, 4
 class Stepper:
     """A process that makes training steps of a row when asked, and waits in between."""
 
-    def __init__(self, row, options, s, log):
-        self.row, self.log = row, log
-        command = ["-m", "tools.compare.steps", *options]
-        self.process = start_process(command, s, 0, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-    def __enter__(self):
+    def __init__(self, row, process, log):
+        self.row, self.process, self.log = row, process, log
         self.machine = self.answer()
         self.seconds_of(1)  # compiles
         self.turn_steps = max(1, round(TURN_SECONDS / self.seconds_of(WARM_UP)))
-        return self
-
-    def __exit__(self, *_):
-        stop([self.process])
 
     def answer(self):
         line = self.process.stdout.readline()
@@ -53,11 +45,24 @@ class Stepper:
     def seconds_of(self, steps):
         """The mean of so many steps."""
         with contextlib.suppress(BrokenPipeError):  # it has ended: there is no answer
-            self.process.stdin.write(b"\n" * steps)
-            self.process.stdin.flush()
-        answers = [self.answer() for _ in range(steps)]
-        self.memory = answers[-1]["memory"]
-        return statistics.fmean(answer["seconds"] for answer in answers)
+            self.process.stdin.write(b"%d\n" % steps)
+        answer = self.answer()
+        self.memory = answer["memory"]
+        return answer["seconds"]
+
+
+@contextlib.contextmanager
+def stepper(scale, row, seed, s):
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        options = scale.options(scale.changes(row) | {"seed": seed, "out_dir": folder})
+        process = start_process(["-m", "tools.compare.steps", *options], s, 0, log, subprocess.PIPE, subprocess.PIPE)
+        try:
+            yield Stepper(row, process, log)
+        finally:
+            stop([process])
+            process.stdin.close()
+            process.stdout.close()
 
 
 def side_by_side(start, row):
@@ -67,7 +72,7 @@ def side_by_side(start, row):
     GPUs does not, which may have no room for both: there one comes after the other.
     """
     with start("baseline") as base:
-        if base.machine["device_type"] == "cpu" and base.machine["processes"] == 1:
+        if base.machine["device_type"] == "cpu":
             with start(row) as other:
                 turns = []
                 for n in range(TURNS):
@@ -85,15 +90,11 @@ def measure(scale, rows, seed, s, path):
         print(f"warning: the machine is busy, load {os.getloadavg()[0]:.1f}: speeds will be wrong", file=sys.stderr)
     rows = list(dict.fromkeys(["baseline", *map(row_of_same_step, rows)]))
     rounds = {row: [] for row in rows}  # a list of turns each
-    with tempfile.TemporaryDirectory() as folder, tqdm(total=ROUNDS * len(rows), unit="row", desc="measuring") as bar:
-
-        def start(row):
-            return Stepper(row, scale.options(scale.changes(row) | {"seed": seed}), s, Path(folder) / f"{row}.log")
-
+    with tqdm(total=ROUNDS * len(rows), unit="row", desc="measuring") as bar:
         for _ in range(ROUNDS):
             steppers = {}
             for row in rows:
-                turns, steppers[row] = side_by_side(start, row)
+                turns, steppers[row] = side_by_side(lambda row: stepper(scale, row, seed, s), row)
                 rounds[row].append(turns)
                 bar.update()
             write_json(path, read_speeds(path) | speeds_of(rounds, steppers, scale, threads(s)))
@@ -139,7 +140,7 @@ def plan(scale, rows, seeds, grid, speeds, flops_per_second):
         cells.append([row, str(runs), f"{scale.model(changes).num_params():,}", *amounts(tokens, flops, hours)])
     cells.append(["sum", str(total["runs"]), "", *amounts(total["tokens"], total["flops"], total["hours"])])
     table = markdown_table("row,runs,parameters,tokens,training FLOPs,hours".split(","), cells)
-    how = f"at {flops_per_second:.3g} FLOP/s" if flops_per_second else "at the speeds measured one run at a time"
+    how = f"at {flops_per_second:.3g} FLOP/s" if flops_per_second else "at the measured speeds"
     if total["hours"] is None:
         how = "missing: --measure=True measures this machine, --flops_per_second=… plans for another"
     text = f"{table}\n\nHours {how}, one run after another"

@@ -51,7 +51,7 @@ def plot_all(records, summary, speeds, folder):
     curves("loss_flops", "flops", "training FLOPs")
     frontier("frontier_flops", "training FLOPs", training_flops)
     if all(seconds(group[0]) for group in groups.values()):
-        label = "minutes of training at the speed measured one run at a time"
+        label = "minutes of training at the measured speed"
         curves("loss_time", "tokens", label, per_unit=lambda r: 60 * r["curve"]["tokens"][-1] / seconds(r))
         frontier("frontier_time", label, lambda record: seconds(record) / 60)
     else:  # a busy machine's clock says little

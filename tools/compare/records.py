@@ -216,7 +216,8 @@ def is_series(record):
 def read_speeds(path):
     """What was measured, if anything."""
     speeds = read_json(path) if path.exists() else {}
-    refuse(not all(holds(speed, SPEED) for speed in speeds.values()), f"{path} is damaged: remove it and measure again")
+    good = all(holds(speed, SPEED) for speed in speeds.values())
+    refuse(not good, f"{path} is damaged or of an older version: remove it and measure again")
     return speeds
 
 

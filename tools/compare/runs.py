@@ -133,7 +133,9 @@ def start_process(program, s, slot, log, stdin=None, stdout=subprocess.DEVNULL):
     command = [sys.executable, *torchrun, *program]
     before = end_with_parent if sys.platform == "linux" else None
     with open(log, "wb") as file:
-        return subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=file, env=environment, preexec_fn=before)
+        return subprocess.Popen(
+            command, bufsize=0, stdin=stdin, stdout=stdout, stderr=file, env=environment, preexec_fn=before
+        )
 
 
 def stop(processes):

@@ -190,7 +190,7 @@ Losses are validation losses in nats, last and best of a run: mean ± standard d
 is the mean of the batches logged between the last two evaluations. Bits per byte and accuracy are those at the end, \
 averaged over seeds; perplexity is exp of the mean loss. FLOPs/token (forward), training FLOPs and tokens/s are \
 relative to the baseline; \
-{measured}. Δ is the difference from the baseline, or from the control that \
+tokens/s and the process's peak memory are {measured}. Δ is the difference from the baseline, or from the control that \
 costs what the row costs, paired by seed (the same data in the same order) ± half of its 95 % interval by Student's t; \
 ≈ marks an interval that holds zero. With one or two seeds the difference of each stands there instead.
 """
@@ -228,9 +228,9 @@ def measured_text(summary):
     """How speed and memory were measured, and how exactly: at what a second baseline came out."""
     threads = sorted({entry["threads"] for entry in summary if entry["threads"]})
     if not threads:
-        return "tokens/s and the process's peak memory are missing: `--measure=True` fills them in"
-    how = f"in turn with the baseline, OMP_NUM_THREADS={' or '.join(map(str, threads))}"
-    text = f"tokens/s and the process's peak memory were measured by `--measure=True`, {how}"
+        return "missing: `--measure=True` fills them in"
+    text = "measured by `--measure=True`, each row in turn with a baseline beside it (on GPUs: after it), "
+    text += f"OMP_NUM_THREADS={' or '.join(map(str, threads))}"
     rounds = [speed for e in summary if e["row"] == "baseline" for speed in e["relative_speed_by_round"] or []]
     if rounds:
         text += f"; a second baseline came out at {min(rounds):.2f} to {max(rounds):.2f} in {len(rounds)} rounds"
