@@ -971,7 +971,7 @@ class WanderingMachine:
 @pytest.fixture
 def wandering(monkeypatch):
     monkeypatch.setattr(WanderingMachine, "slowness", WanderingMachine.slowness)
-    monkeypatch.setattr(measure, "stepper", lambda scale, row, *_: contextlib.nullcontext(WanderingMachine(row)))
+    monkeypatch.setattr(measure, "stepper", lambda scale, seed, s, row: contextlib.nullcontext(WanderingMachine(row)))
 
 
 def test_measured_speed_is_relative_to_the_baseline_beside_it(tmp_path, monkeypatch, wandering):
@@ -1005,6 +1005,49 @@ def test_measuring_a_row_again_keeps_the_others_speeds(tmp_path, monkeypatch, wa
     call(monkeypatch, *arguments(tmp_path, modes="hc", measure=True))
     after = read_speeds(tmp_path)
     assert after.keys() == {"baseline", "method3_2", "hc"} and after["method3_2"] == before["method3_2"]
+
+
+@pytest.mark.parametrize(("device", "at_once", "turns"), [("cpu", 2, measure.TURNS), ("cuda", 1, 1)])
+def test_gpus_are_measured_one_after_the_other(device, at_once, turns, wandering):
+    now, most = [], []
+
+    @contextlib.contextmanager
+    def start(row):
+        now.append(row)
+        most.append(len(now))
+        one = WanderingMachine(row)
+        one.machine["device_type"] = device
+        yield one
+        now.remove(row)
+
+    pairs, stepper = measure.side_by_side(start, "method3_2")
+    assert max(most) == at_once and len(pairs) == turns and stepper.row == "method3_2"
+    assert measure.ratio(pairs) == pytest.approx(0.4, rel=0.02)
+
+
+def test_a_stopped_measurement_leaves_no_process(tmp_path, monkeypatch):
+    started = []
+
+    def start_process(program, s, slot, log, stdin, stdout):
+        waits = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+        started.append(subprocess.Popen(waits, stdin=stdin, stdout=stdout))
+        return started[-1]
+
+    def interrupted(*_):
+        raise KeyboardInterrupt  # while it starts and compiles
+
+    monkeypatch.setattr(measure, "start_process", start_process)
+    monkeypatch.setattr(measure, "Stepper", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        call(monkeypatch, *arguments(tmp_path, measure=True))
+    (process,) = started
+    assert process.returncode is not None and process.stdin.closed and process.stdout.closed
+
+
+def test_out_of_memory_while_measuring(tmp_path):
+    full = "import tools.compare.steps as steps\ndef full(*_, **__): raise MemoryError\nsteps.start_training = full"
+    keys = options(**TINY | {"dataset": dataset(), "out_dir": tmp_path})
+    check_error(run("tools.compare.steps", *keys, before=full), "out of memory: use a smaller micro_batch")
 
 
 @pytest.mark.parametrize("nproc", [1, 2])

@@ -1,6 +1,7 @@
 """Speed and memory of each row, beside the baseline; and what a comparison would cost, before anybody pays for it."""
 
 import contextlib
+import functools
 import json
 import os
 import statistics
@@ -52,7 +53,8 @@ class Stepper:
 
 
 @contextlib.contextmanager
-def stepper(scale, row, seed, s):
+def stepper(scale, seed, s, row):
+    """A Stepper whose process ends with the `with`."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         options = scale.options(scale.changes(row) | {"seed": seed, "out_dir": folder})
@@ -89,12 +91,13 @@ def measure(scale, rows, seed, s, path):
     if os.getloadavg()[0] > 1:
         print(f"warning: the machine is busy, load {os.getloadavg()[0]:.1f}: speeds will be wrong", file=sys.stderr)
     rows = list(dict.fromkeys(["baseline", *map(row_of_same_step, rows)]))
+    start = functools.partial(stepper, scale, seed, s)
     rounds = {row: [] for row in rows}  # a list of turns each
     with tqdm(total=ROUNDS * len(rows), unit="row", desc="measuring") as bar:
         for _ in range(ROUNDS):
             steppers = {}
             for row in rows:
-                turns, steppers[row] = side_by_side(lambda row: stepper(scale, row, seed, s), row)
+                turns, steppers[row] = side_by_side(start, row)
                 rounds[row].append(turns)
                 bar.update()
             write_json(path, read_speeds(path) | speeds_of(rounds, steppers, scale, threads(s)))
